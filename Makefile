@@ -1,0 +1,47 @@
+# make quickstart   install, then plan, train, export and serve a real model in front of your eyes
+# make test         what a contributor runs: lint, types and tests (under ten minutes on two cores)
+# make test-all     everything, the slow tests and the quick start too
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: quickstart test test-all lint format types unit install clean
+
+quickstart: install
+	@PATH="$(abspath $(BIN)):$$PATH" bash examples/quickstart.sh
+
+test: lint types unit
+
+unit: install
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: install
+	$(BIN)/python -m pytest -m "slow"
+	$(MAKE) quickstart
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: install
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Shardwise needs Python 3.11 or newer; give one with: make PYTHON=python3.11 ...")'
+	@echo "installing into $(VENV) (a minute or two, once)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) quickstart-output .mypy_cache .ruff_cache .pytest_cache

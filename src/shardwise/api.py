@@ -1,0 +1,145 @@
+"""The public functions: plan, load, train and serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from shardwise.config import Layout, Plan, Precision, parse, with_overrides
+from shardwise.models.facts import read_facts
+from shardwise.planner.devices import parse_devices
+from shardwise.planner.machine import Machine
+from shardwise.planner.search import Answer, search
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from shardwise.parallel.mesh import Mesh
+
+
+def plan(
+    model: str | Path,
+    *,
+    task: Literal["full", "serve"] = "full",
+    gpus: str = "cpu:1",
+    memory_gib: float | None = None,
+    layout: Layout | None = None,
+    machine: Machine | None = None,
+    overrides: Sequence[str] = (),
+) -> Answer:
+    """Find out whether a model needs sharding for a task, and how to shard it. Uses no torch.
+
+    Args:
+        model: directory with config.json (weights are not needed for planning).
+        task: "full" fine-tuning, or "serve".
+        gpus: devices, like "cpu:2" or "8xH100-80GB".
+        memory_gib: memory of one device in GiB; None: the catalogue's, or an equal part of this
+            machine's.
+        layout: judge this layout instead of searching for one.
+        machine: measured speeds, for step times.
+        overrides: plan values as "train.seq_len=256".
+
+    Returns:
+        The verdict and, if there is a way, `chosen.plan`. Memory is in bytes, times in seconds.
+
+    Raises:
+        UserError: the model, the devices or a value cannot be used.
+    """
+    devices = parse_devices(gpus, memory_gib)
+    asked = parse(
+        Plan,
+        {
+            "model": str(Path(model).resolve()),
+            "task": task,
+            "layout": layout or Layout(),
+            "devices": devices,
+            "precision": Precision(compute="fp32" if devices.kind == "cpu" else "bf16"),
+        },
+        source="plan",
+    )
+    asked = with_overrides(asked, overrides)
+    return search(asked, read_facts(model), machine, fixed=layout is not None)
+
+
+def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Build, shard and load a plan's model on this rank.
+
+    Args:
+        plan: its `task` decides whether logits are whole ("serve") or chunks ("full").
+        mesh: from `shardwise.parallel.mesh.build_mesh`; None: built on the initialised process
+            group, or on a group of this one process.
+        dtype: of the parameters at rest; None: fp32 for training, the compute dtype for serving.
+
+    Returns:
+        A transformers model whose parameters are this rank's shards. For a plan of one process
+        and `task="serve"` it is the plain model.
+
+    Raises:
+        UserError: the plan is not legal for the model, or its files are not whole.
+    """
+    import tempfile
+
+    import torch.distributed as dist
+
+    from shardwise.launch.start import device_type
+    from shardwise.parallel.data import COMPUTE_DTYPES
+    from shardwise.parallel.mesh import build_mesh
+    from shardwise.weights.load import load_model
+
+    if mesh is None:
+        if not dist.is_initialized():
+            store = Path(tempfile.mkdtemp()) / "rendezvous"
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+        mesh = build_mesh(plan.layout, device_type(plan))
+    serving = plan.task == "serve"
+    at_rest = COMPUTE_DTYPES[plan.precision.compute if serving else "fp32"]
+    return load_model(plan, mesh, dtype or at_rest)
+
+
+def train(
+    plan: Plan,
+    *,
+    data: str | Path,
+    out: str | Path,
+    eval_data: str | Path | None = None,
+    resume: bool = False,
+) -> Path:
+    """Fine-tune by a plan on this machine (or as one rank of `torchrun`).
+
+    Args:
+        data: JSON lines of `{"messages": [{"role": ..., "content": ...}, ...]}`.
+        out: directory of the run: checkpoints, metrics.jsonl and measured.json are written there.
+        eval_data: rows for the loss before and after.
+        resume: continue from the newest complete checkpoint in `out`.
+
+    Returns:
+        The directory of the last checkpoint.
+
+    Raises:
+        UserError: anything about the input, before a process is started.
+        RunFailed: a rank failed; the last complete checkpoint is intact.
+    """
+    from shardwise.launch.start import start_train
+    from shardwise.trainer.checkpoint import complete_checkpoints
+
+    run_dir = Path(out)
+    evaluation = None if eval_data is None else Path(eval_data)
+    start_train(plan, data=Path(data), eval_data=evaluation, run_dir=run_dir, resume=resume)
+    return complete_checkpoints(run_dir)[-1]
+
+
+def serve(plan: Plan) -> None:
+    """Serve a plan's model over the OpenAI API until interrupted.
+
+    Args:
+        plan: `layout.tp`, `precision` and `serve` are used.
+
+    Raises:
+        UserError: the plan is not legal, its files are not whole, or the port is taken.
+        RunFailed: a rank failed while serving.
+    """
+    from shardwise.launch.start import start_serve
+
+    start_serve(plan)

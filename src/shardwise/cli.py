@@ -1,0 +1,331 @@
+"""The command line: each verb checks its input, calls the library, and prints.
+
+Heavy imports happen inside the verbs, so that `--help` and `plan` start in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from shardwise import __version__
+from shardwise.errors import ShardwiseError, UserError
+
+if TYPE_CHECKING:
+    from shardwise.config import Layout
+
+if TYPE_CHECKING:
+    pass
+
+app = typer.Typer(
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Plan, fine-tune and serve large language models over many devices with one plan file.",
+)
+catalog = typer.Typer(help="The facts that planning rests on.")
+app.add_typer(catalog, name="catalog")
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a plan value, like layout.tp=3."),
+]
+LayoutOption = Annotated[
+    str | None,
+    typer.Option("--layout", metavar="AXES", help="Use this layout, like fsdp=2,tp=3."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
+
+def _example(*lines: str) -> str:
+    return "\n\n".join(["[bold]Example[/bold]", *(f"  $ {line}" for line in lines)])
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"shardwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def shardwise(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Plan, fine-tune and serve large language models over many devices with one plan file."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(
+    epilog=_example(
+        "shardwise plan ./SmolLM2-135M-Instruct --gpus cpu:2 --memory 2.5 --seq-len 160 "
+        "--out plan.yaml",
+        "shardwise plan ./Llama-3.1-8B --gpus 8xH100-80GB --seq-len 8192",
+    )
+)
+def plan(
+    model: Annotated[str, typer.Argument(help="Directory with config.json.")],
+    task: Annotated[str, typer.Option(help="full (fine-tuning) or serve.")] = "full",
+    gpus: Annotated[str, typer.Option(help="Devices, like cpu:2 or 8xH100-80GB.")] = "cpu:1",
+    memory: Annotated[
+        float | None, typer.Option(help="Memory of one device in GiB, if not all of it.")
+    ] = None,
+    layout: LayoutOption = None,
+    seq_len: Annotated[int | None, typer.Option(help="Longest row in tokens.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Rows of one optimizer step.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Rows of one pass, at most.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Compute dtype: fp32 or bf16.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Serving: prompt and answer in tokens.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Measured speeds, written by `shardwise probe`.")
+    ] = None,
+    set_: SetOption = None,
+    out: Annotated[Path | None, typer.Option(help="Write the chosen plan here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Does it fit one device? What would make it fit? Which layout, and bytes per device by part.
+
+    Ends with exit code 1 if no layout over the given devices fits. Needs no GPU and no torch.
+    """
+    from shardwise import console
+    from shardwise.api import plan as make_plan
+    from shardwise.planner.machine import load_machine
+    from shardwise.planner.report import render, to_json
+
+    shortcuts = {
+        "train.seq_len": seq_len,
+        "train.global_batch": global_batch,
+        "train.micro_batch": micro_batch,
+        "precision.compute": precision,
+        "serve.context": context,
+    }
+    given = [f"{key}={value}" for key, value in shortcuts.items() if value is not None]
+    answer = make_plan(
+        model,
+        task=task,  # type: ignore[arg-type]  # checked with the rest of the plan
+        gpus=gpus,
+        memory_gib=memory,
+        layout=_layout(layout) if layout else None,
+        machine=load_machine(cluster) if cluster else None,
+        overrides=[*given, *(set_ or [])],
+    )
+    if as_json:
+        typer.echo(json.dumps(to_json(answer), indent=2))
+    else:
+        console.out.print(render(answer))
+    if answer.chosen is None:
+        raise typer.Exit(1)
+    if out is not None:
+        _write(out, answer.chosen.plan.to_yaml())
+        if not as_json:
+            console.out.print(f"written: {out}")
+
+
+@app.command(
+    epilog=_example("shardwise train plan.yaml --data rows.jsonl --eval-data eval.jsonl --out run")
+)
+def train(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    data: Annotated[Path, typer.Option(help='JSON lines of {"messages": [...]}.')],
+    out: Annotated[Path, typer.Option(help="Directory of the run.")],
+    eval_data: Annotated[
+        Path | None, typer.Option(help="Rows for the loss before and after.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Continue from the newest complete checkpoint.")
+    ] = False,
+    set_: SetOption = None,
+) -> None:
+    """Fine-tune with a plan's layout: starts the processes, shows loss, tokens/s and memory."""
+    from shardwise.config import load_plan
+    from shardwise.launch.start import start_train
+
+    plan_ = load_plan(plan_file, set_ or [])
+    start_train(plan_, data=data, eval_data=eval_data, run_dir=out, resume=resume)
+
+
+@app.command(epilog=_example("shardwise export run --out my-model --dtype bf16 --check"))
+def export(
+    source: Annotated[
+        Path, typer.Argument(help="A run, one of its checkpoints, or a model directory.")
+    ],
+    out: Annotated[Path, typer.Option(help="The Hugging Face directory to write.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16. Default: the model's own.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Load it with plain transformers and compare its logits with the sharded model's.",
+        ),
+    ] = False,
+) -> None:
+    """Write a checkpoint as a plain Hugging Face directory, streaming tensor by tensor."""
+    from shardwise.launch.export import start_export
+
+    start_export(source, out, dtype, check=check)
+
+
+@app.command(
+    epilog=_example(
+        "shardwise serve my-model --layout tp=3",
+        "curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' "
+        '-d \'{"model": "my-model", "messages": [{"role": "user", "content": "Hello"}]}\'',
+    )
+)
+def serve(
+    model: Annotated[str, typer.Argument(help="A model directory, or a plan file.")],
+    layout: LayoutOption = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="Devices, like cpu:3. Default: cpu, one per rank.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the server.")] = None,
+    set_: SetOption = None,
+) -> None:
+    """Serve a model over the OpenAI API, split over processes by tensor parallelism."""
+    from shardwise.config import Devices, Layout, Plan, load_plan, with_overrides
+    from shardwise.launch.start import start_serve
+    from shardwise.planner.devices import parse_devices
+
+    overrides = [*([f"serve.port={port}"] if port is not None else []), *(set_ or [])]
+    if Path(model).suffix in (".yaml", ".yml"):
+        if layout or gpus:
+            raise UserError("a plan file has its own layout and devices; change them with --set.")
+        plan_ = load_plan(model, overrides)
+    else:
+        shape = _layout(layout) if layout else Layout()
+        devices = parse_devices(gpus) if gpus else Devices(count=shape.world_size)
+        directory = str(Path(model).resolve())
+        base = Plan(model=directory, task="serve", layout=shape, devices=devices)
+        plan_ = with_overrides(base, overrides)
+    start_serve(plan_)
+
+
+@app.command(epilog=_example("shardwise probe --processes 2 --out cluster.yaml"))
+def probe(
+    processes: Annotated[int, typer.Option(min=1, help="Processes that work at once.")] = 1,
+    kind: Annotated[str, typer.Option(help="cpu, or an accelerator's catalogue name.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Write the measurements here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure matrix products, memory traffic and collectives of this machine (half a minute)."""
+    from shardwise import console
+    from shardwise.launch.start import start_probe
+
+    machine = start_probe(processes, kind)
+    if out is not None:
+        machine.save(out)
+    if as_json:
+        typer.echo(machine.model_dump_json(indent=2))
+        return
+    for name, flops in machine.matmul_flops.items():
+        console.out.print(f"{name} matrix products: {flops / 1e9:.0f} GFLOP/s a process")
+    console.out.print(f"memory traffic: {machine.memory_bytes_per_s / 1e9:.1f} GB/s a process")
+    for timing in machine.collectives:
+        size = f"{timing.num_bytes / 2**20:.4g} MiB"
+        console.out.print(f"{timing.op:>14} {size:>12}: {timing.seconds * 1e3:.2f} ms")
+    if out is not None:
+        console.out.print(f"written: {out}")
+
+
+@app.command(epilog=_example("shardwise report run"))
+def report(
+    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Planned against measured: peak memory per process and step time."""
+    from shardwise import console
+    from shardwise.trainer.report import compare, render
+
+    rows = compare(run)
+    if as_json:
+        typer.echo(json.dumps([row.model_dump() for row in rows], indent=2))
+    else:
+        console.out.print(render(rows))
+
+
+@catalog.command("schema", epilog=_example("shardwise catalog schema > plan.schema.json"))
+def schema() -> None:
+    """Print the JSON schema of plan.yaml."""
+    from shardwise.config import plan_schema
+
+    typer.echo(json.dumps(plan_schema(), indent=2))
+
+
+@catalog.command("devices", epilog=_example("shardwise catalog devices"))
+def devices() -> None:
+    """List the accelerators that a plan can name."""
+    from shardwise.catalog import load_devices
+
+    for device in load_devices().values():
+        typer.echo(
+            f"{device.name:<12} {device.usable_gib:7.2f} GiB  {device.source} ({device.date})"
+        )
+
+
+@catalog.command("families", epilog=_example("shardwise catalog families"))
+def families() -> None:
+    """List the model families and the kinds of parallelism that are proved for each."""
+    from shardwise.planner.capabilities import table
+
+    typer.echo(table())
+
+
+def _layout(text: str) -> Layout:
+    from shardwise.config import Layout, parse, read_yaml
+
+    pairs = [item.partition("=") for item in text.split(",")]
+    if not all(sep and key.strip() for key, sep, _ in pairs):
+        raise UserError(f"--layout {text!r} is not of the form axis=N,axis=N, like fsdp=2,tp=3.")
+    return parse(Layout, {k.strip(): read_yaml(v) for k, _, v in pairs}, source="--layout")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}.") from None
+
+
+def main() -> None:
+    """Entry point: an error is one line on stderr, with its exit code."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except TyperException as error:  # the arguments themselves
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "shardwise"
+        _fail(f"{error.format_message().rstrip('.')}; see `{command} --help`.", 2)
+    except typer.Abort:
+        _fail("interrupted", 130)
+    except ShardwiseError as error:
+        if isinstance(error, UserError) and os.environ.get("RANK", "0") != "0":
+            sys.exit(error.exit_code)  # the first rank says it
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"shardwise: {message}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""The Plan: one strict, readable file that planning writes and training and serving obey.
+
+Every number that can be derived from others is a property, not a field. All classes are frozen
+and keyword-only; an unknown key is an error that suggests the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.errors import UserError
+
+PLAN_FILE = "plan.yaml"
+GIB = 2**30
+
+
+class Config(BaseModel):
+    """Base of every configuration class: frozen, no unknown keys, no silent type changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Layout(Config):
+    """How many ranks each mesh axis has. The product is the number of processes.
+
+    `dp` replicas, `fsdp` ZeRO shards, `tp` tensor, `pp` pipeline, `cp` context, `ep` expert
+    parallel; `zero` is the ZeRO stage of the `fsdp` axis.
+    """
+
+    dp: int = Field(default=1, ge=1, description="replicas of the whole model")
+    fsdp: int = Field(default=1, ge=1, description="ranks that shard parameters and states")
+    tp: int = Field(default=1, ge=1, description="ranks that split each layer's matrices")
+    pp: int = Field(default=1, ge=1, description="pipeline stages")
+    cp: int = Field(default=1, ge=1, description="ranks that split the sequence")
+    ep: int = Field(default=1, ge=1, description="ranks that split the experts")
+    zero: Literal[3] = Field(default=3, description="ZeRO stage of the fsdp axis")
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.dp * self.fsdp * self.cp * self.tp * self.pp
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that read different rows."""
+        return self.dp * self.fsdp
+
+    def __str__(self) -> str:
+        axes = {a: getattr(self, a) for a in ("pp", "dp", "fsdp", "cp", "tp", "ep")}
+        return " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1) or "one process"
+
+
+class Devices(Config):
+    """The devices a plan was made for."""
+
+    kind: str = Field(default="cpu", description="'cpu' or a name of the device catalogue")
+    count: int = Field(default=1, ge=1)
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="memory of one device in GiB; None: not limited"
+    )
+
+
+class Precision(Config):
+    """Number formats. Master weights, moments and gradient reduction are always fp32."""
+
+    compute: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="dtype of the forward and backward pass"
+    )
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one value in the compute dtype."""
+        return {"fp32": 4, "bf16": 2}[self.compute]
+
+
+class Train(Config):
+    """Settings of a fine-tuning run. Rows are conversations, lengths are tokens."""
+
+    seq_len: int = Field(
+        default=512, ge=2, description="longest row in tokens; longer ones are cut"
+    )
+    global_batch: int = Field(default=8, ge=1, description="rows of one optimizer step, all ranks")
+    micro_batch: int = Field(default=1, ge=1, description="rows of one forward pass on one rank")
+    epochs: int = Field(default=1, ge=1)
+    max_steps: int | None = Field(default=None, ge=1, description="stop after so many steps")
+    learning_rate: float = Field(default=2e-5, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="not applied to 1-D parameters")
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    clip_norm: float | None = Field(default=1.0, gt=0, description="None: no clipping")
+    checkpointing: Literal["none", "full"] = Field(
+        default="none", description="recompute each layer's activations in the backward pass"
+    )
+    seed: int = Field(default=0, ge=0, description="order of the rows")
+    save_every: int | None = Field(
+        default=None, ge=1, description="steps between checkpoints; None: only at the end"
+    )
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="a collective that waits longer fails"
+    )
+
+    def num_micro_batches(self, layout: Layout) -> int:
+        """Forward passes of one rank in one optimizer step."""
+        rows_per_rank = -(-self.global_batch // layout.num_data_ranks)
+        return -(-rows_per_rank // self.micro_batch)
+
+
+class Serve(Config):
+    """Settings of the OpenAI-compatible server."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    context: int | None = Field(
+        default=None, ge=2, description="prompt + answer in tokens; None: the model's own limit"
+    )
+    max_queue: int = Field(default=32, ge=1, description="waiting requests before HTTP 429")
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="a collective that waits longer fails"
+    )
+
+
+class Memory(Config):
+    """Predicted peak bytes of the worst rank, by part. `total` is their sum."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+    kv_cache: int
+    reserve: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of one process at its peak."""
+        return sum(getattr(self, part) for part in type(self).model_fields)
+
+
+class Prediction(Config):
+    """What the planner expects, with the evidence that each number rests on."""
+
+    memory: Memory
+    memory_evidence: str
+    step_s: float | None = Field(default=None, description="seconds; None: not measured here")
+    step_evidence: str = "no measurement of this machine: run `shardwise probe`"
+    tokens_per_step: int | None = None
+
+
+class Plan(Config):
+    """Everything that a run needs, in one file. Only `model`, `task` and `layout` are required."""
+
+    version: Literal[1] = 1
+    model: str = Field(description="directory with config.json and safetensors files")
+    task: Literal["full", "serve"] = Field(description="full fine-tuning, or serving")
+    layout: Layout
+    devices: Devices = Devices()
+    precision: Precision = Precision()
+    train: Train = Train()
+    serve: Serve = Serve()
+    predicted: Prediction | None = None
+
+    def to_yaml(self) -> str:
+        """The plan as YAML text; `parse(Plan, read_yaml(text), source=...)` gives it back."""
+        return yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
+
+    def save(self, path: Path) -> None:
+        """Write the plan to `path`."""
+        path.write_text(self.to_yaml(), encoding="utf-8")
+
+
+C = TypeVar("C", bound=Config)
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML 1.1 reads `2e-5` as text; people mean the number."""
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(text: str) -> Any:
+    """Plain data of a YAML text (`yaml.YAMLError` if it is none)."""
+    return yaml.load(text, Loader=_YamlLoader)  # a subclass of SafeLoader: builds no objects
+
+
+def parse(cls: type[C], data: Any, *, source: str) -> C:
+    """Build a config class from plain data.
+
+    Raises:
+        UserError: one line that names the key, the value and what would work.
+    """
+    if not isinstance(data, Mapping):
+        raise UserError(
+            f"{source}: expected a mapping of keys to values, got {type(data).__name__}."
+        )
+    try:
+        return cls.model_validate(dict(data))
+    except ValidationError as error:
+        raise UserError(f"{source}: {_one_line(cls, error)}") from None
+
+
+def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
+    """Read a plan file and apply `key.path=value` overrides to it.
+
+    Raises:
+        UserError: the file is missing, not YAML, or a key or value in it is not allowed.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / PLAN_FILE
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the plan {str(file)!r}: {error}.") from None
+    try:
+        data = read_yaml(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file} is not YAML: {reason}.") from None
+    if isinstance(data, Mapping):
+        data = apply_overrides(data, overrides)
+    return parse(Plan, data, source=str(file))
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of `data` with each `a.b=value` set; values are read as YAML.
+
+    Raises:
+        UserError: an override is not of the form key=value.
+    """
+    result = _deep_copy(data)
+    for item in overrides:
+        key, sep, raw = item.partition("=")
+        names = key.split(".")
+        if not sep or not all(names):
+            raise UserError(f"--set {item!r} is not of the form key=value, like layout.tp=3.")
+        try:
+            value = read_yaml(raw)
+        except yaml.YAMLError:
+            raise UserError(f"--set {item!r}: {raw!r} is not a YAML value.") from None
+        node = result
+        for name in names[:-1]:
+            child = node.setdefault(name, {})
+            if not isinstance(child, dict):
+                raise UserError(f"--set {item!r}: {name!r} holds a value, not a section.")
+            node = child
+        node[names[-1]] = value
+    return result
+
+
+def with_overrides(plan: Plan, overrides: Sequence[str]) -> Plan:
+    """A plan with `key.path=value` overrides applied (errors as `load_plan`)."""
+    return parse(Plan, apply_overrides(plan.model_dump(), overrides), source="--set")
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON schema of `plan.yaml`."""
+    schema = Plan.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _deep_copy(node: Any) -> Any:
+    return {k: _deep_copy(v) for k, v in node.items()} if isinstance(node, Mapping) else node
+
+
+def _one_line(cls: type[Config], error: ValidationError) -> str:
+    """The first problem of a pydantic error as one sentence."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(cls, first["loc"][:-1])
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
+        return f"unknown key {where!r}; {hint}"
+    if first["type"] == "missing":
+        return f"the key {where!r} is missing."
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return f"{where} = {first['input']!r}: {message}."
+
+
+def _fields_at(cls: type[Config], path: Sequence[str | int]) -> list[str]:
+    """Names of the fields of the section at `path` below `cls`."""
+    for part in path:
+        field = cls.model_fields.get(str(part))
+        options = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
+        sections = [t for t in options if isinstance(t, type) and issubclass(t, Config)]
+        if not sections:
+            return []
+        cls = sections[0]
+    return sorted(cls.model_fields)

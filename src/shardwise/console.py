@@ -1,0 +1,21 @@
+"""What the user sees: one rich console for stdout, one for stderr, and a few phrasings."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as GiB with two digits."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def count(number: float) -> str:
+    """A large number in words: 134.5 M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"

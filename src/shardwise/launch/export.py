@@ -1,0 +1,67 @@
+"""Export a checkpoint and, if asked, prove that it is the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise import console
+from shardwise.config import PLAN_FILE, Layout, Plan, load_plan
+from shardwise.errors import ShardwiseError, UserError
+from shardwise.launch.start import start_check
+from shardwise.models.facts import CONFIG_FILE, read_facts
+from shardwise.weights.index import open_index, verify
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def start_export(source: Path, out: Path, dtype: str | None, *, check: bool) -> None:
+    """Write `source` as a Hugging Face directory.
+
+    Raises:
+        UserError: nothing to export there, the target exists, or the dtype is unknown.
+        ShardwiseError: the check found a difference.
+    """
+    from shardwise.weights.check import TOLERANCE
+    from shardwise.weights.save import DTYPES, export_model
+
+    directory, plan = find_model(source)
+    facts = read_facts(directory)
+    name = dtype or _SHORT[facts.dtype]
+    if name not in DTYPES:
+        raise UserError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}.")
+    index = open_index(directory)
+    for warning in verify(index, facts.parameter_shapes, tied=facts.tied):
+        console.out.print(f"note: {warning}")
+    num_bytes = export_model(index, facts, out, DTYPES[name])
+    console.out.print(
+        f"exported {directory} to {out}: {len(facts.parameter_shapes)} tensors, "
+        f"{console.gib(num_bytes)}, {name}"
+    )
+    if not check:
+        return
+    console.out.print(f"comparing plain transformers with the sharded model ({plan.layout}) ...")
+    difference, largest = start_check(plan, directory, out, name)
+    words = f"logits differ by at most {difference:.1e} (largest logit {largest:.1f})"
+    if not difference <= TOLERANCE * largest:
+        raise ShardwiseError(f"{out} is NOT the model that was exported: {words}.")
+    console.out.print(f"[green]equal[/green]: {words}")
+
+
+def find_model(source: Path) -> tuple[Path, Plan]:
+    """The model directory in a run, a checkpoint or a model directory, and a plan to load it."""
+    from shardwise.trainer.checkpoint import complete_checkpoints, why_incomplete
+
+    if (source / CONFIG_FILE).exists():
+        return source, Plan(model=str(source), task="full", layout=Layout())
+    checkpoints = complete_checkpoints(source)
+    if not checkpoints and (source / "model" / CONFIG_FILE).exists():
+        reason = why_incomplete(source)
+        if reason is not None:
+            raise UserError(f"{source} is not a complete checkpoint: {reason}.")
+        checkpoints = [source]
+    if not checkpoints:
+        raise UserError(
+            f"{source} holds nothing to export: expected a run with a complete checkpoint, a "
+            f"checkpoint, or a directory with {CONFIG_FILE}."
+        )
+    return checkpoints[-1] / "model", load_plan(checkpoints[-1] / PLAN_FILE)

@@ -1,0 +1,44 @@
+"""The one message that a launcher sends to its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from shardwise.config import Config, parse
+from shardwise.errors import UserError
+
+JOB_FILE = "job.json"
+
+
+class Job(Config):
+    """What every rank of a process group shall do."""
+
+    kind: Literal["train", "serve", "logits", "probe"]
+    folder: str
+    """the plan lies here; logs and results are written here"""
+    device_type: str = "cpu"
+    num_processes: int
+    timeout_s: float
+    """a collective that waits longer fails"""
+
+    @property
+    def path(self) -> Path:
+        """The job's folder."""
+        return Path(self.folder)
+
+    def save(self) -> Path:
+        """Write the job into its folder; returns the file."""
+        file = self.path / JOB_FILE
+        file.write_text(self.model_dump_json(indent=2), encoding="utf-8")
+        return file
+
+
+def read_job(file: Path) -> Job:
+    """Read a job that `Job.save` wrote."""
+    import json
+
+    try:
+        return parse(Job, json.loads(file.read_text(encoding="utf-8")), source=str(file))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the job {file}: {error}.") from None

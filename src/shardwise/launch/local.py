@@ -1,0 +1,215 @@
+"""Start the ranks of a job on this machine, watch them, and leave none behind.
+
+The ranks meet through a file in the job's folder, so no port can be taken by someone else. The
+first rank's output goes to the terminal, the others' to log files. When one rank fails, all are
+killed within seconds and the error of the one that failed first is reported. Each rank holds the
+read end of a pipe whose write end is the launcher's: when the launcher dies, however, so do they.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import RunFailed, UserError
+from shardwise.launch.job import Job
+
+LOG_DIR = "logs"
+GRACE_S = 30.0
+"""how long ranks may take to stop after SIGTERM"""
+_POLL_S = 0.05
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    ended_at: float | None = None
+    killed: bool = False
+    """by the launcher, because another rank had failed"""
+
+    def watch(self) -> None:
+        self.process.wait()
+        self.ended_at = time.time()
+
+
+@dataclass
+class LocalGroup:
+    """The running ranks of one job."""
+
+    job: Job
+    ranks: list[_Rank] = field(default_factory=list)
+    stopping: bool = False
+
+    def wait(self) -> None:
+        """Wait until every rank has ended well.
+
+        Raises:
+            RunFailed: a rank failed; all others have been killed.
+            UserError: a rank refused its input.
+        """
+        while any(rank.ended_at is None for rank in self.ranks):
+            if any(rank.ended_at is not None and rank.process.returncode for rank in self.ranks):
+                time.sleep(0.5)  # ranks that fail because another one did come right after it
+                break
+            time.sleep(_POLL_S)
+        if any(rank.process.poll() for rank in self.ranks):
+            self.kill()
+            if not self.stopping:
+                raise self._failure()
+
+    def stop(self) -> None:
+        """Ask the ranks to end; kill those that do not within the grace time."""
+        self.stopping = True
+        for rank in self.ranks:
+            with suppress(ProcessLookupError):
+                rank.process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        while any(rank.ended_at is None for rank in self.ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill every rank that still runs, with its children."""
+        for rank in self.ranks:
+            if rank.process.poll() is None:
+                rank.killed = True
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.process.wait()
+
+    def _failure(self) -> Exception:
+        """The error of the rank that failed first."""
+        failed = [r for r in self.ranks if r.process.returncode and not r.killed]
+        _, report, rank = min(((*self._death(r), r) for r in failed), key=lambda entry: entry[0])
+        if report.get("user_error"):
+            return UserError(str(report["user_error"]))
+        details = report.get("traceback") or self._last_words(rank)
+        reason = report.get("summary") or _how_it_ended(rank.process.returncode)
+        summary = f"rank {rank.number} of {len(self.ranks)} failed first: {reason}"
+        return RunFailed(f"{details.rstrip()}\n{summary}".lstrip())
+
+    def _death(self, rank: _Rank) -> tuple[float, dict[str, Any]]:
+        file = error_file(self.job, rank.number)
+        with suppress(OSError, ValueError):
+            report = json.loads(file.read_text(encoding="utf-8"))
+            return float(report["time"]), report
+        return rank.ended_at or time.time(), {}
+
+    def _last_words(self, rank: _Rank) -> str:
+        log = self.job.path / LOG_DIR / f"rank-{rank.number}.log"
+        lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
+        return "\n".join(f"[rank {rank.number}] {line}" for line in lines)
+
+
+def error_file(job: Job, rank: int) -> Path:
+    """Where a rank reports the error that ended it."""
+    return job.path / LOG_DIR / f"rank-{rank}.error"
+
+
+@contextmanager
+def local_group(job: Job) -> Iterator[LocalGroup]:
+    """Start the ranks of a job; none is left when the block ends, however it ends."""
+    logs = job.path / LOG_DIR
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    store = job.path / "rendezvous"
+    store.unlink(missing_ok=True)
+    job_file = job.save()
+    group = LocalGroup(job)
+    try:
+        for number in range(job.num_processes):
+            group.ranks.append(_start(job, job_file, number))
+        yield group
+    finally:
+        group.kill()
+        store.unlink(missing_ok=True)
+
+
+def run_local(job: Job) -> None:
+    """Run a job to its end on this machine (errors as `LocalGroup.wait`).
+
+    Ctrl-C and SIGTERM stop the ranks. That is how a server ends well; any other job was
+    interrupted and raises KeyboardInterrupt.
+    """
+    with local_group(job) as group, _sigterm_as_interrupt():
+        try:
+            group.wait()
+        except KeyboardInterrupt:
+            group.stop()
+            if job.kind != "serve":
+                raise
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _start(job: Job, job_file: Path, number: int) -> _Rank:
+    log = (job.path / LOG_DIR / f"rank-{number}.log").open("wb")
+    output = None if number == 0 else log
+    with log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardwise.launch.worker", str(job_file)],
+            stdin=subprocess.PIPE,  # held open; its end tells the rank that the launcher is gone
+            stdout=output,
+            stderr=output,
+            env=_environment(job, number),
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the ranks
+        )
+    rank = _Rank(number, process)
+    threading.Thread(target=rank.watch, daemon=True).start()
+    return rank
+
+
+def _environment(job: Job, number: int) -> Mapping[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // job.num_processes)
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo" if Path("/sys/class/net/lo").exists() else "",
+        # glibc keeps freed blocks of up to 32 MiB for itself, half as much again as the tensors
+        # need. Given back at once, the resident set is what the plan says; huge pages make up
+        # for most of the page faults that this costs.
+        "MALLOC_MMAP_THRESHOLD_": str(128 * 2**10),
+        "MALLOC_TRIM_THRESHOLD_": str(128 * 2**10),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }
+    ranks = {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(job.num_processes),
+        "SHARDWISE_RENDEZVOUS": f"file://{(job.path / 'rendezvous').absolute()}",
+    }
+    given = {name: value for name, value in defaults.items() if value}
+    return {**given, **os.environ, **ranks}
+
+
+def _how_it_ended(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "it was killed by SIGKILL (often the kernel, when memory runs out)"
+    if code < 0:
+        return f"it was killed by {signal.Signals(-code).name}"
+    return f"it ended with exit code {code} and no error message"

@@ -1,0 +1,236 @@
+"""Check everything, prepare everything, and only then start ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise import console
+from shardwise.config import PLAN_FILE, Devices, Layout, Plan, Precision
+from shardwise.errors import UserError, missing_extra
+from shardwise.launch.job import Job
+from shardwise.launch.local import run_local
+from shardwise.models.facts import ModelFacts, read_facts
+from shardwise.planner.layout import check_plan
+from shardwise.planner.machine import Machine, load_machine
+from shardwise.planner.memory import predict_memory
+from shardwise.weights.index import open_index, verify
+
+TOKENIZER_FILE = "tokenizer.json"
+_CHECK_TIMEOUT_S = 300.0
+
+
+def check_model(plan: Plan) -> ModelFacts:
+    """Check a plan against its model's config, files and devices, without torch.
+
+    Raises:
+        UserError: the plan is not legal for the model, the files are not whole, or the planned
+            memory is more than a device has.
+    """
+    facts = read_facts(plan.model)
+    check_plan(plan, facts)
+    index = open_index(plan.model)
+    for warning in verify(index, facts.parameter_shapes, tied=facts.tied):
+        console.out.print(f"note: {warning}")
+    capacity, need = plan.devices.memory_gib, predict_memory(plan, facts).total / 2**30
+    if capacity is not None and need > capacity:
+        raise UserError(
+            f"layout {plan.layout} needs {need:.2f} GiB a device, the plan's devices have "
+            f"{capacity:.2f} GiB; run `shardwise plan` for one that fits, or set "
+            "devices.memory_gib."
+        )
+    return facts
+
+
+def start_train(
+    plan: Plan, *, data: Path, eval_data: Path | None, run_dir: Path, resume: bool = False
+) -> None:
+    """Fine-tune by a plan; returns when the last checkpoint is complete.
+
+    Started by `torchrun`, each process is a rank; otherwise the ranks are started here.
+
+    Raises:
+        UserError: anything about the input, before any process is started.
+        RunFailed: a rank failed while running.
+    """
+    _require_task(plan, "full")
+    device = device_type(plan)
+
+    def prepare() -> Job:
+        from shardwise.trainer.loop import EVAL_ROWS, TRAIN_ROWS
+
+        check_model(plan)
+        tokenizer = load_tokenizer(plan.model)
+        _claim(run_dir, resume)
+        _prepare_rows(plan, tokenizer, data, run_dir / TRAIN_ROWS)
+        if eval_data is not None:
+            _prepare_rows(plan, tokenizer, eval_data, run_dir / EVAL_ROWS)
+        return _job("train", plan, run_dir, device, plan.train.timeout_s)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from shardwise.launch.worker import run_as_rank
+
+        run_as_rank(prepare, device, plan.train.timeout_s)
+    else:
+        run_local(prepare())
+
+
+def start_serve(plan: Plan) -> None:
+    """Serve a plan's model until interrupted (errors as `start_train`)."""
+    _require_task(plan, "serve")
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise missing_extra("fastapi", "serve", "serving") from None
+    check_model(plan)
+    load_tokenizer(plan.model)
+    _check_port(plan.serve.host, plan.serve.port)
+    with _temporary_folder() as folder:
+        run_local(_job("serve", plan, folder, device_type(plan), plan.serve.timeout_s))
+
+
+def start_probe(num_processes: int, kind: str) -> Machine:
+    """Measure this machine with so many processes at once."""
+    layout = Layout(fsdp=num_processes)
+    devices = Devices(kind=kind, count=num_processes)
+    plan = Plan(model="", task="full", layout=layout, devices=devices)
+    from shardwise.probe.machine import MACHINE_FILE
+
+    with _temporary_folder() as folder:
+        run_local(_job("probe", plan, folder, device_type(plan), _CHECK_TIMEOUT_S))
+        return load_machine(folder / MACHINE_FILE)
+
+
+def start_check(plan: Plan, source: Path, exported: Path, dtype: str) -> tuple[float, float]:
+    """Run the sharded model of `source` by the plan's layout and compare its logits with plain
+    transformers on `exported`. Returns the largest |difference| and the largest |logit|."""
+    import yaml
+
+    from shardwise.weights.check import CHECK_FILE, Check, compare_with_plain
+
+    vocab = read_facts(source).vocab_size
+    ids = [[(37 * row + 11 * i * i + i) % vocab for i in range(24)] for row in range(2)]
+    precision = Precision(compute="fp32")
+    changes = {"model": str(source), "precision": precision, "predicted": None}
+    sharded = plan.model_copy(update=changes)
+    with _temporary_folder() as folder:
+        check = Check(ids=ids, dtype=dtype)
+        (folder / CHECK_FILE).write_text(yaml.safe_dump(check.model_dump()), encoding="utf-8")
+        run_local(_job("logits", sharded, folder, device_type(plan), _CHECK_TIMEOUT_S))
+        return compare_with_plain(folder, exported)
+
+
+def device_type(plan: Plan) -> str:
+    """torch's name of the kind of device that the plan runs on.
+
+    Raises:
+        UserError: this machine has fewer accelerators than the plan has ranks.
+    """
+    if plan.devices.kind == "cpu":
+        return "cpu"
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    here = torch.accelerator.device_count() if accelerator is not None else 0
+    if accelerator is None or ("RANK" not in os.environ and here < plan.layout.world_size):
+        raise UserError(
+            f"the plan needs {plan.layout.world_size} {plan.devices.kind} devices, this machine "
+            f"has {here}; start it there, or use --set devices.kind=cpu."
+        )
+    return accelerator.type
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model directory, which must have a chat template."""
+    if not (Path(model) / TOKENIZER_FILE).exists():
+        raise UserError(f"{model} has no {TOKENIZER_FILE}; copy the tokenizer's files there.")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"the tokenizer of {model} has no chat template; put one into "
+            f"{Path(model) / 'chat_template.jinja'}."
+        )
+    return tokenizer
+
+
+def _require_task(plan: Plan, task: Literal["full", "serve"]) -> None:
+    if plan.task != task:
+        raise UserError(f"the plan's task is {plan.task!r}; this needs --set task={task}.")
+
+
+def _job(
+    kind: Literal["train", "serve", "logits", "probe"],
+    plan: Plan,
+    folder: Path,
+    device: str,
+    timeout_s: float,
+) -> Job:
+    """Write the plan where the ranks look for it, and the message that they get."""
+    plan.save(folder / PLAN_FILE)
+    return Job(
+        kind=kind,
+        folder=str(folder),
+        device_type=device,
+        num_processes=plan.layout.world_size,
+        timeout_s=timeout_s,
+    )
+
+
+def _claim(run_dir: Path, resume: bool) -> None:
+    """Make sure that a run never overwrites another one."""
+    from shardwise.trainer.checkpoint import complete_checkpoints
+
+    checkpoints = complete_checkpoints(run_dir)
+    if checkpoints and not resume:
+        raise UserError(
+            f"{run_dir} already holds {checkpoints[-1].name}; continue it with --resume, or give "
+            "another --out."
+        )
+    if resume and not checkpoints:
+        raise UserError(f"{run_dir} holds no complete checkpoint to resume from.")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(run_dir / "data", ignore_errors=True)
+        if not resume:
+            (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {run_dir}: {error}.") from None
+
+
+def _prepare_rows(plan: Plan, tokenizer: Any, data: Path, folder: Path) -> None:
+    """Read, encode and store the rows of a data file, and say what became of them."""
+    from shardwise.trainer.data.chat import encode
+    from shardwise.trainer.data.read import read_conversations
+    from shardwise.trainer.data.store import write_rows
+
+    conversations = read_conversations(data)
+    examples = (encode(conversation, tokenizer) for conversation in conversations)
+    summary = write_rows(folder, examples, seq_len=plan.train.seq_len)
+    console.out.print(f"{data.name}: {summary}")
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        with socket.create_server((host, port), reuse_port=False):
+            return
+    except OSError as error:
+        raise UserError(
+            f"serve.port={port} on {host} cannot be used: {error.strerror or error}; give another "
+            "with --set serve.port=N."
+        ) from None
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        yield Path(folder)

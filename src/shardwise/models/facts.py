@@ -1,0 +1,195 @@
+"""config.json -> ModelFacts: the numbers that planning and checking need, without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.models.families import FAMILIES, Family
+
+CONFIG_FILE = "config.json"
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Sizes of a decoder-only language model."""
+
+    family: Family
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    max_positions: int
+    dropout: float
+    dtype: str
+
+    @property
+    def model_type(self) -> str:
+        """transformers' name of the family."""
+        return self.family.model_type
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one value in the model's files."""
+        return _DTYPE_BYTES[self.dtype]
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or of the values) of all KV heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @cached_property
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameter name inside one decoder layer -> shape, as transformers builds it."""
+        h, f, q, kv = self.hidden_size, self.intermediate_size, self.q_size, self.kv_size
+        linears = {
+            "self_attn.q_proj": (q, h, self.qkv_bias),
+            "self_attn.k_proj": (kv, h, self.qkv_bias),
+            "self_attn.v_proj": (kv, h, self.qkv_bias),
+            "self_attn.o_proj": (h, q, self.o_bias),
+            "mlp.gate_proj": (f, h, self.mlp_bias),
+            "mlp.up_proj": (f, h, self.mlp_bias),
+            "mlp.down_proj": (h, f, self.mlp_bias),
+        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (num_out, num_in, bias) in linears.items():
+            shapes[f"{name}.weight"] = (num_out, num_in)
+            if bias:
+                shapes[f"{name}.bias"] = (num_out,)
+        if self.family.qk_norm:
+            shapes["self_attn.q_norm.weight"] = (self.head_dim,)
+            shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        shapes.update({f"{norm}.weight": (h,) for norm in self.family.norms})
+        return shapes
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter name -> shape; a tied head is not listed twice."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, self.hidden_size)
+        }
+        for layer in range(self.num_layers):
+            for name, shape in self.layer_shapes.items():
+                shapes[f"model.layers.{layer}.{name}"] = shape
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    @cached_property
+    def num_layer_parameters(self) -> int:
+        """Parameters of one decoder layer."""
+        return sum(math.prod(shape) for shape in self.layer_shapes.values())
+
+    @property
+    def num_outer_parameters(self) -> int:
+        """Parameters outside the layers: embedding, last norm and, if untied, the head."""
+        tables = 1 if self.tied else 2
+        return tables * self.vocab_size * self.hidden_size + self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; tied ones counted once."""
+        return self.num_layers * self.num_layer_parameters + self.num_outer_parameters
+
+
+def read_facts(model: str | Path) -> ModelFacts:
+    """Read the facts of a model directory (or of a config.json).
+
+    Raises:
+        UserError: no readable config.json, a key is missing, or the family is not supported.
+    """
+    path = Path(model)
+    file = path / CONFIG_FILE if path.is_dir() else path
+    if not file.exists():
+        raise UserError(
+            f"no model at {str(model)!r}: expected a directory with {CONFIG_FILE}, or that file "
+            "(models are not downloaded; fetch one first and give its directory)."
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file} as JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds no JSON object.")
+    return facts_of_config(config, source=str(file))
+
+
+def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
+    """The facts in the content of a config.json; `source` names it in errors."""
+    family = _family(config, source)
+    size = _Sizes(config, source)
+    num_heads = size.required("num_attention_heads")
+    hidden_size = size.required("hidden_size")
+    default_head_dim = family.default_head_dim or hidden_size // num_heads
+    attention_bias = bool(config.get("attention_bias", False))
+    mlp_bias = bool(config.get("mlp_bias", False))
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in _DTYPE_BYTES:
+        raise UserError(f"{source}: dtype {dtype!r} is not one of {', '.join(_DTYPE_BYTES)}.")
+    return ModelFacts(
+        family=family,
+        hidden_size=hidden_size,
+        intermediate_size=size.required("intermediate_size"),
+        num_layers=size.required("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=size.optional("num_key_value_heads", num_heads),
+        head_dim=size.optional("head_dim", default_head_dim),
+        vocab_size=size.required("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", family.tied_by_default)),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        max_positions=size.required("max_position_embeddings"),
+        dropout=float(config.get("attention_dropout") or 0.0),
+        dtype=dtype,
+    )
+
+
+def _family(config: Mapping[str, Any], source: str) -> Family:
+    model_type = config.get("model_type")
+    if config.get("quantization_config"):
+        raise UserError(
+            f"{source}: the model is quantised, which this version cannot shard; "
+            "give the unquantised model."
+        )
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"{source}: model_type {model_type!r} is not proved equal to one process yet; "
+            f"the families that are: {', '.join(sorted(FAMILIES))}."
+        )
+    return FAMILIES[str(model_type)]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    config: Mapping[str, Any]
+    source: str
+
+    def required(self, key: str) -> int:
+        value = self.config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{self.source}: {key} is {value!r}; expected a whole number above 0.")
+        return value
+
+    def optional(self, key: str, default: int) -> int:
+        return default if self.config.get(key) is None else self.required(key)

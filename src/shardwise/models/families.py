@@ -1,0 +1,64 @@
+"""What differs between model families, one table row each.
+
+A row says which parameters a decoder layer of the family has and which kinds of parallelism are
+proved for it (by `tests/ranks/test_parity.py`, which runs every pair listed here). Sharding rules
+are not here: they are read from transformers' own tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row: how a model type names and shapes its parameters."""
+
+    model_type: str
+    norms: tuple[str, ...]
+    """names of the norms of one layer, each of `hidden_size` values"""
+    qk_norm: bool = False
+    """q_norm and k_norm over `head_dim`"""
+    qkv_bias: bool | None = False
+    """None: as `attention_bias` of the config says"""
+    o_bias: bool | None = False
+    """None: as `attention_bias` of the config says"""
+    mlp_bias: bool | None = False
+    """None: as `mlp_bias` of the config says"""
+    default_head_dim: int | None = None
+    """head_dim where the config has none; None: hidden_size / num_attention_heads"""
+    tied_by_default: bool = False
+    fp32_norm_output: bool = False
+    """whether a norm's scaled output is kept in fp32 until the weight is applied"""
+    proved: tuple[str, ...] = ("fsdp", "tp", "fsdp x tp", "serve tp")
+
+
+_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+_SANDWICH_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+FAMILIES: dict[str, Family] = {
+    row.model_type: row
+    for row in (
+        Family(model_type="llama", norms=_LLAMA_NORMS, qkv_bias=None, o_bias=None, mlp_bias=None),
+        Family(model_type="mistral", norms=_LLAMA_NORMS),
+        Family(model_type="qwen2", norms=_LLAMA_NORMS, qkv_bias=True),
+        Family(
+            model_type="qwen3",
+            norms=_LLAMA_NORMS,
+            qk_norm=True,
+            qkv_bias=None,
+            o_bias=None,
+            default_head_dim=128,
+        ),
+        Family(
+            model_type="gemma3_text",
+            norms=_SANDWICH_NORMS,
+            qk_norm=True,
+            qkv_bias=None,
+            o_bias=None,
+            default_head_dim=256,
+            tied_by_default=True,
+            fp32_norm_output=True,
+        ),
+    )
+}

@@ -1,0 +1,60 @@
+"""One global gradient norm for any layout, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.parallel.mesh import AXES, Mesh
+
+
+def shard_axes(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The mesh axes over which a parameter or gradient is sharded (not replicated)."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    pairs = zip(names, tensor.placements, strict=True)
+    return tuple(axis for axis, placement in pairs if not placement.is_replicate())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def global_norm(params: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
+    """The 2-norm of all gradients, each value counted once whatever its sharding or replicas.
+
+    Sums the squares of what each rank holds, by the axes it is sharded over, so that a replica
+    is never added to itself. Returns an fp32 scalar, equal on every rank.
+    """
+    squares: dict[tuple[str, ...], torch.Tensor] = {}
+    for param in params:
+        if param.grad is None:
+            continue
+        axes = shard_axes(param.grad)
+        square = local_part(param.grad).float().pow(2).sum()
+        squares[axes] = squares[axes] + square if axes in squares else square
+    total = torch.zeros((), device=mesh.device)
+    for axes in _all_axis_sets():  # the same order on every rank
+        if axes in squares:
+            total += mesh.sum_over(squares[axes], axes)
+    return total.sqrt()
+
+
+def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their global norm is at most `max_norm`."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for param in params:
+        if param.grad is not None:
+            local_part(param.grad).mul_(scale)
+
+
+def _all_axis_sets() -> list[tuple[str, ...]]:
+    sets: list[tuple[str, ...]] = [()]
+    for axis in AXES:
+        sets += [(*earlier, axis) for earlier in sets]
+    return sets

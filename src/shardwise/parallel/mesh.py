@@ -1,0 +1,69 @@
+"""Layout -> mesh of ranks. The only place that makes process groups.
+
+Axis order, outermost first: pp, dp, fsdp, cp, tp, so that the axes that talk most sit on
+neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.config import Layout
+
+AXES = ("fsdp", "tp")  # those that are built; the order is the one written above
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The ranks of one job by axis. Passed to whoever communicates; nothing is global."""
+
+    layout: Layout
+    device_mesh: DeviceMesh
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's tensors."""
+        kind = self.device_mesh.device_type
+        index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
+        return torch.device(kind, index)
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return self.device_mesh[axis].size()
+
+    def rank(self, axis: str) -> int:
+        """This rank's position along an axis."""
+        return self.device_mesh.get_local_rank(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along an axis."""
+        return self.device_mesh.get_group(axis)
+
+    def sum_over(self, value: torch.Tensor, axes: Iterable[str]) -> torch.Tensor:
+        """Sum a tensor over the given axes, in place; every rank of them gets the sum."""
+        for axis in axes:
+            if self.size(axis) > 1:
+                dist.all_reduce(value, group=self.group(axis))
+        return value
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks read different rows."""
+        return ("fsdp",)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that read different rows."""
+        return self.rank("fsdp")
+
+
+def build_mesh(layout: Layout, device_type: str) -> Mesh:
+    """Build the mesh of an initialised process group of `layout.world_size` ranks."""
+    sizes = tuple(getattr(layout, axis) for axis in AXES)
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    return Mesh(layout=layout, device_mesh=device_mesh)

@@ -1,0 +1,96 @@
+"""Which layouts are legal for a model: decided before any process starts, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.config import Layout, Plan
+from shardwise.errors import UserError
+from shardwise.models.facts import ModelFacts
+
+_NOT_BUILT = {
+    "dp": "replicas are not built yet; use fsdp for data parallelism",
+    "pp": "pipeline parallelism is not built yet; use fsdp or tp",
+    "cp": "context parallelism is not built yet; use a shorter seq_len",
+    "ep": "expert parallelism is not built yet",
+}
+
+
+def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
+    """The reason why a layout cannot run, with a value that can; None if it is legal."""
+    for axis, reason in _NOT_BUILT.items():
+        if getattr(layout, axis) > 1:
+            return f"{axis}={getattr(layout, axis)}: {reason}"
+    if task == "serve" and layout.fsdp > 1:
+        return f"fsdp={layout.fsdp}: serving shards with tp only; set fsdp=1"
+    if layout.tp == 1:
+        return None
+    if "tp" not in facts.family.proved:
+        return f"tp={layout.tp}: tensor parallelism is not proved for {facts.model_type}; use fsdp"
+    sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
+    for what, number in _split_by_tp(facts).items():
+        if number % layout.tp:
+            return (
+                f"tp={layout.tp} does not divide the model's {number} {what}; "
+                f"tp sizes that work: {sizes}"
+            )
+    if layout.tp > facts.vocab_size:
+        return f"tp={layout.tp} is larger than the vocabulary of {facts.vocab_size}"
+    return None
+
+
+def legal_tp_sizes(facts: ModelFacts) -> list[int]:
+    """Every tensor-parallel size that divides all heads and the feed-forward width."""
+    numbers = _split_by_tp(facts).values()
+    return [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
+
+
+def legal_layouts(facts: ModelFacts, num_devices: int, *, task: str) -> Iterator[Layout]:
+    """Every legal layout that uses exactly `num_devices` devices."""
+    for tp in range(1, num_devices + 1):
+        if num_devices % tp:
+            continue
+        layout = Layout(fsdp=num_devices // tp, tp=tp)
+        if why_illegal(layout, facts, task=task) is None:
+            yield layout
+
+
+def check_plan(plan: Plan, facts: ModelFacts) -> None:
+    """Refuse a plan that cannot run.
+
+    Raises:
+        UserError: one sentence with the two numbers in conflict and a value that works.
+    """
+    reason = why_illegal(plan.layout, facts, task=plan.task)
+    if reason is not None:
+        raise UserError(f"layout {reason}.")
+    if facts.dropout > 0 and plan.task == "full":
+        raise UserError(
+            f"attention_dropout={facts.dropout} in the model's config: dropout cannot be proved "
+            "equal to one process; set it to 0.0 there."
+        )
+    train, num_ranks = plan.train, plan.layout.num_data_ranks
+    if plan.task == "full" and train.seq_len > facts.max_positions:
+        raise UserError(
+            f"train.seq_len={train.seq_len} is longer than the model's "
+            f"max_position_embeddings={facts.max_positions}; set it to at most that."
+        )
+    if plan.task == "full" and train.global_batch < num_ranks:
+        raise UserError(
+            f"train.global_batch={train.global_batch} rows leave some of the {num_ranks} data "
+            f"ranks (dp x fsdp) without a row; set it to at least {num_ranks}."
+        )
+    context = plan.serve.context
+    if plan.task == "serve" and context is not None and context > facts.max_positions:
+        raise UserError(
+            f"serve.context={context} is longer than the model's "
+            f"max_position_embeddings={facts.max_positions}; set it to at most that."
+        )
+
+
+def _split_by_tp(facts: ModelFacts) -> dict[str, int]:
+    return {
+        "attention heads": facts.num_heads,
+        "KV heads": facts.num_kv_heads,
+        "feed-forward columns": facts.intermediate_size,
+    }

@@ -1,0 +1,133 @@
+"""Peak bytes of the worst rank, by part, without torch.
+
+Checked against counting: parameters against the model that transformers builds, activations
+against the tensors that autograd really saves, totals against measured peaks
+(tests/unit/test_memory.py and tests/ranks/test_memory.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.config import GIB, Memory, Plan
+from shardwise.models.facts import ModelFacts
+
+FP32 = 4
+_LOSS_CHUNK_TOKENS = 256  # as in trainer/loss.py: rows of the logits in fp32 at a time
+_RUNTIME_BYTES = {"cpu": int(0.40 * GIB), "accelerator": int(1.0 * GIB)}
+"""What a process holds before any tensor. CPU: interpreter, torch and transformers, measured with
+torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0.4 GiB."""
+_SLACK = {"cpu": 0.03, "accelerator": 0.15}
+"""Allocator overhead as a share of the tensors. CPU: measured with the settings of
+launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.24."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSizes:
+    """Parameters of one rank, after tensor parallelism and before FSDP."""
+
+    layer: int
+    outer: int
+    """embedding, last norm and head"""
+
+    @classmethod
+    def of(cls, facts: ModelFacts, tp: int) -> RankSizes:
+        """Sizes of the largest rank: uneven cuts round up."""
+        layer = sum(_share(name, shape, tp) for name, shape in facts.layer_shapes.items())
+        table = -(-facts.vocab_size // tp) * facts.hidden_size
+        return cls(layer=layer, outer=(1 if facts.tied else 2) * table + facts.hidden_size)
+
+
+def _share(name: str, shape: tuple[int, ...], tp: int) -> int:
+    """Values of a layer's parameter on one rank: norms and row biases are whole everywhere."""
+    is_row_bias = name.endswith(("o_proj.bias", "down_proj.bias"))
+    whole = "norm" in name or is_row_bias
+    return math.prod(shape) if whole else math.prod(shape) // tp
+
+
+def activation_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int) -> int:
+    """Bytes that one decoder layer keeps for its backward pass, per token.
+
+    By operation: each norm keeps its fp32 input and its scaled output; the projections keep their
+    inputs; attention keeps q, k, v, its output and one fp32 number a head; the gated MLP keeps
+    both halves, the activation and the product.
+    """
+    c = compute_bytes
+    norm = FP32 + (FP32 if facts.family.fp32_norm_output else c)
+    q, kv = facts.q_size // tp, facts.kv_size // tp
+    num_heads = facts.num_heads // tp
+    norms = len(facts.family.norms) * (facts.hidden_size * norm + FP32)
+    linears = 2 * facts.hidden_size * c
+    attention = 2 * (q + kv) * c + num_heads * FP32
+    qk_norms = (q + kv) * norm + 2 * num_heads * FP32 if facts.family.qk_norm else 0
+    mlp = 4 * (facts.intermediate_size // tp) * c
+    return norms + linears + attention + qk_norms + mlp
+
+
+def predict_memory(plan: Plan, facts: ModelFacts) -> Memory:
+    """The memory of a plan's worst rank at its peak."""
+    parts = _serving(plan, facts) if plan.task == "serve" else _training(plan, facts)
+    where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
+    tensors = sum(parts.values())
+    reserve = _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * tensors)
+    return Memory(**parts, reserve=reserve)
+
+
+def state_bytes(facts: ModelFacts) -> int:
+    """Weights, gradients and the two moments of AdamW, all fp32: 16 bytes a parameter."""
+    return 16 * facts.num_parameters
+
+
+def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
+    """The larger of the two peaks of a step.
+
+    The first is where the loss meets the last layer: every activation is there, and the logits
+    with their gradient. The second is the end of the backward pass: the activations are gone, but
+    the outer group's gradients are whole and on their way into the reduce-scatter.
+    """
+    sizes, train = RankSizes.of(facts, plan.layout.tp), plan.train
+    c = plan.precision.compute_bytes
+    own = -(-(facts.num_layers * sizes.layer + sizes.outer) // plan.layout.fsdp)
+    tokens = train.micro_batch * train.seq_len
+    kept = activation_bytes_per_token(facts, tp=plan.layout.tp, compute_bytes=c) * tokens
+    inputs = facts.hidden_size * c * tokens
+    last = 3 * facts.hidden_size * FP32 * tokens  # the last norm and the head's input
+    if train.checkpointing == "full":
+        activations = facts.num_layers * inputs + kept + last
+    else:
+        activations = facts.num_layers * kept + last
+    vocab = -(-facts.vocab_size // plan.layout.tp)
+    logits = 2 * vocab * c * tokens + 2 * vocab * FP32 * min(tokens, _LOSS_CHUNK_TOKENS)
+    head = facts.vocab_size * facts.hidden_size // plan.layout.tp
+    gathered = sizes.outer * c
+    at_loss = {
+        "activations": activations,
+        "logits": logits,
+        "buffers": gathered + head * c + 2 * sizes.layer * c,
+    }
+    at_end = {
+        "activations": kept,
+        "logits": 0,
+        "buffers": gathered + sizes.outer * (c + FP32) + 2 * sizes.layer * (c + FP32),
+    }
+    peak = max(at_loss, at_end, key=lambda parts: sum(parts.values()))
+    states = {"weights": own * FP32, "gradients": own * FP32, "optimizer": 2 * own * FP32}
+    return {**states, **peak, "kv_cache": 0}
+
+
+def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
+    """Weights, the cache of one whole context, and one pass over the longest prompt."""
+    tp, c = plan.layout.tp, plan.precision.compute_bytes
+    sizes = RankSizes.of(facts, tp)
+    context = plan.serve.context or facts.max_positions
+    layer = (2 * facts.hidden_size + 4 * facts.intermediate_size // tp + 2 * facts.q_size // tp) * c
+    return {
+        "weights": (facts.num_layers * sizes.layer + sizes.outer) * c,
+        "gradients": 0,
+        "optimizer": 0,
+        "activations": layer * context,
+        "logits": 2 * facts.vocab_size * FP32,
+        "buffers": 0,
+        "kv_cache": 2 * facts.num_layers * (facts.kv_size // tp) * c * context,
+    }

@@ -1,0 +1,246 @@
+"""Answer in order: does it fit one device, would cheaper settings do, and only then a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.config import GIB, Layout, Memory, Plan, Prediction
+from shardwise.errors import UserError
+from shardwise.models.facts import ModelFacts
+from shardwise.planner.layout import check_plan, legal_layouts, legal_tp_sizes, why_illegal
+from shardwise.planner.machine import Machine
+from shardwise.planner.memory import predict_memory
+from shardwise.planner.timing import step_time, traffic
+
+Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
+MEMORY_EVIDENCE = "analytic, within 10% of measured runs on CPU; not measured on accelerators"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to run the task, with what it needs."""
+
+    name: str
+    plan: Plan
+    memory: Memory
+    step_s: float | None
+    traffic_bytes: int
+    capacity: float
+    """bytes of one device"""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the worst rank stays within the device's memory."""
+        return self.memory.total <= self.capacity
+
+    @property
+    def shortfall(self) -> str:
+        """The number that rules this option out."""
+        return (
+            f"needs {self.memory.total / GIB:.2f} GiB a device, "
+            f"a device has {self.capacity / GIB:.2f} GiB"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The planner's answer."""
+
+    facts: ModelFacts
+    verdict: Verdict
+    chosen: Option | None
+    single: Option
+    """the task on one device, as asked for"""
+    levers: list[Option] = field(default_factory=list)
+    """one device again, with cheaper settings"""
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    """option, and the reason why it lost"""
+
+
+def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: bool) -> Answer:
+    """Find the best way to run a plan's task on its devices.
+
+    Args:
+        plan: the task, settings and devices; its layout counts only if `fixed`.
+        fixed: keep the layout and the micro-batch as they are and only judge them.
+
+    Raises:
+        UserError: the settings are not legal for the model, whatever the layout.
+    """
+    check_plan(plan if fixed else plan.model_copy(update={"layout": Layout()}), facts)
+    single = _option("one device, as asked", _with(plan, Layout()), facts, machine)
+    if single.fits and not fixed and plan.devices.count == 1:
+        return Answer(facts=facts, verdict="fits_one_device", chosen=single, single=single)
+    levers = [] if single.fits else _levers(plan, facts, machine)
+    options, rejected = _sharded(plan, facts, machine, fixed=fixed)
+    fitting = [option for option in options if option.fits]
+    rejected += [(option.name, option.shortfall) for option in options if not option.fits]
+    if single.fits and not fixed:
+        fitting.append(single)
+    one_device = [lever for lever in levers if lever.fits]
+    if one_device and not fixed:  # cheaper settings on one device come before sharding
+        fitting = fitting or one_device[:1]
+    chosen = min(fitting, key=_cost) if fitting else None
+    if chosen is not None:
+        rejected += [(o.name, _why_slower(o, chosen)) for o in fitting if o is not chosen]
+    return Answer(
+        facts=facts,
+        verdict=_verdict(single, one_device, chosen),
+        chosen=chosen,
+        single=single,
+        levers=levers,
+        rejected=rejected,
+    )
+
+
+def _verdict(single: Option, one_device: list[Option], chosen: Option | None) -> Verdict:
+    if single.fits:
+        return "fits_one_device"
+    if one_device:
+        return "fits_compressed"
+    return "impossible" if chosen is None else "shard"
+
+
+def _sharded(
+    plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: bool
+) -> tuple[list[Option], list[tuple[str, str]]]:
+    """Every legal layout over all devices, at its best micro-batch; and the illegal ones."""
+    count = plan.devices.count
+    if fixed:
+        layouts = [plan.layout]
+        if plan.layout.world_size > count:
+            raise UserError(
+                f"layout {plan.layout} needs {plan.layout.world_size} devices, the plan has "
+                f"{count}; give --gpus with {plan.layout.world_size}."
+            )
+    else:
+        layouts = list(legal_layouts(facts, count, task=plan.task)) if count > 1 else []
+    options = []
+    for layout in layouts:
+        shaped = [
+            _option(_name(candidate), candidate, facts, machine)
+            for candidate in _shapes(_with(plan, layout), fixed=fixed)
+        ]
+        options.append(
+            min(shaped, key=lambda o: (not o.fits, _cost(o) if o.fits else o.memory.total))
+        )
+    illegal = [] if fixed else _illegal(plan, facts, count)
+    return options, illegal
+
+
+def _shapes(plan: Plan, *, fixed: bool) -> list[Plan]:
+    """A layout with every micro-batch up to the one asked for, without and with recomputation."""
+    if fixed or plan.task == "serve":
+        return [plan]
+    sizes = [n for n in range(plan.train.micro_batch, 0, -1) if plan.train.micro_batch % n == 0]
+    modes = ["none", "full"] if plan.train.checkpointing == "none" else ["full"]
+    return [_train(plan, micro_batch=size, checkpointing=mode) for mode in modes for size in sizes]
+
+
+def _illegal(plan: Plan, facts: ModelFacts, count: int) -> list[tuple[str, str]]:
+    found = []
+    for tp in range(2, count + 1):
+        if count % tp == 0:
+            layout = Layout(fsdp=count // tp, tp=tp)
+            reason = why_illegal(layout, facts, task=plan.task)
+            if reason is not None:
+                found.append((str(layout), reason))
+    return found
+
+
+def _levers(plan: Plan, facts: ModelFacts, machine: Machine | None) -> list[Option]:
+    """The task on one device with cheaper settings, each with the ones before it."""
+    one = _with(plan, Layout())
+    if plan.task == "serve":
+        half = one.model_copy(
+            update={"precision": one.precision.model_copy(update={"compute": "bf16"})}
+        )
+        return [_option("bf16 weights", half, facts, machine)]
+    steps = []
+    if one.train.micro_batch > 1:
+        one = _train(one, micro_batch=1)
+        steps.append(("micro_batch=1 (same step, more passes)", one))
+    if one.train.checkpointing == "none":
+        one = _train(one, checkpointing="full")
+        steps.append(("+ checkpointing=full (a third more compute)", one))
+    if one.precision.compute == "fp32":
+        one = one.model_copy(
+            update={"precision": one.precision.model_copy(update={"compute": "bf16"})}
+        )
+        steps.append(("+ compute=bf16 (states stay fp32)", one))
+    return [_option(name, candidate, facts, machine) for name, candidate in steps]
+
+
+def _option(name: str, plan: Plan, facts: ModelFacts, machine: Machine | None) -> Option:
+    memory = predict_memory(plan, facts)
+    training = plan.task == "full"
+    step_s = step_time(plan, facts, machine).total_s if machine and training else None
+    moved = sum(line.bytes_per_step for line in traffic(plan, facts)) if training else 0
+    evidence = {"memory": memory, "memory_evidence": MEMORY_EVIDENCE, "step_s": step_s}
+    if training:
+        evidence["tokens_per_step"] = plan.train.global_batch * plan.train.seq_len
+    if machine is not None and step_s is not None:
+        evidence["step_evidence"] = f"analytic on speeds measured {machine.date}, within 40%"
+    capacity = plan.devices.memory_gib
+    return Option(
+        name=name,
+        plan=plan.model_copy(update={"predicted": Prediction(**evidence)}),  # type: ignore[arg-type]
+        memory=memory,
+        step_s=step_s,
+        traffic_bytes=moved,
+        capacity=float("inf") if capacity is None else capacity * GIB,
+    )
+
+
+def _cost(option: Option) -> tuple[float, ...]:
+    """Fastest first; unmeasured, recomputation costs most, then traffic, then small passes."""
+    train, layout = option.plan.train, option.plan.layout
+    recompute = float(train.checkpointing == "full")
+    # without a measurement, more devices are taken to be worth more than their traffic
+    unmeasured = (
+        recompute,
+        -layout.world_size,
+        option.traffic_bytes,
+        -train.micro_batch,
+        layout.tp,
+    )
+    return unmeasured if option.step_s is None else (option.step_s, *unmeasured)
+
+
+def _why_slower(option: Option, chosen: Option) -> str:
+    if option.step_s is not None and chosen.step_s is not None:
+        return f"{option.step_s:.1f} s a step, the chosen one {chosen.step_s:.1f} s"
+    if option.plan.layout.world_size < chosen.plan.layout.world_size:
+        return f"leaves {option.plan.devices.count - option.plan.layout.world_size} device(s) idle"
+    return (
+        f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
+        f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"
+    )
+
+
+def _name(plan: Plan) -> str:
+    if plan.task == "serve":
+        return str(plan.layout)
+    train = plan.train
+    recompute = ", checkpointing=full" if train.checkpointing == "full" else ""
+    return f"{plan.layout}, micro_batch={train.micro_batch}{recompute}"
+
+
+def _with(plan: Plan, layout: Layout) -> Plan:
+    return plan.model_copy(update={"layout": layout})
+
+
+def _train(plan: Plan, **changes: object) -> Plan:
+    return plan.model_copy(update={"train": plan.train.model_copy(update=changes)})
+
+
+def suggest(answer: Answer) -> str:
+    """What would make an impossible task possible."""
+    facts = answer.facts
+    least = min((o.memory.total for o in (answer.single, *answer.levers)), default=0)
+    sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
+    return (
+        f"one device would need {least / GIB:.2f} GiB at the least; take more devices or larger "
+        f"ones (tensor-parallel sizes that fit this model: {sizes}), or a smaller model."
+    )

@@ -1,0 +1,211 @@
+"""Generation on a sharded model: one request at a time, every rank in step.
+
+The first rank takes requests from a queue, samples, and tells each token to the others, which
+run the same forward passes on their shards. (Continuous batching is a later engine's work.)
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+
+from shardwise import console
+from shardwise.config import Plan
+from shardwise.models.facts import read_facts
+from shardwise.parallel.data import COMPUTE_DTYPES
+from shardwise.parallel.mesh import Mesh
+from shardwise.server.messages import END_OF_ANSWER, Command, Event, Request
+from shardwise.server.sampling import sample
+from shardwise.server.text import Detokenizer
+from shardwise.weights.load import load_model
+
+_KEEP_ALIVE_S = 20.0
+
+
+def run_serve(plan: Plan, mesh: Mesh) -> None:
+    """Load this rank's part of the model and serve until told to stop."""
+    model = load_model(plan, mesh, COMPUTE_DTYPES[plan.precision.compute]).eval()
+    context = plan.serve.context or read_facts(plan.model).max_positions
+    if dist.get_rank() > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when it is over
+        follow(model, mesh)
+        return
+    from shardwise.server.api import run_api
+
+    tokenizer = AutoTokenizer.from_pretrained(plan.model, local_files_only=True)
+    engine = Engine(model, mesh, tokenizer, max_queue=plan.serve.max_queue)
+    console.out.print(
+        f"serving {Path(plan.model).name} on http://{plan.serve.host}:{plan.serve.port}/v1 "
+        f"({plan.layout}), context {context} tokens"
+    )
+    engine.start()
+    try:
+        run_api(engine, plan, context)
+    finally:
+        engine.stop()
+    if engine.failure is not None:
+        raise engine.failure
+
+
+class Engine:
+    """The first rank's side: a bounded queue of requests and the thread that answers them."""
+
+    def __init__(
+        self, model: PreTrainedModel, mesh: Mesh, tokenizer: Any, *, max_queue: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.failure: BaseException | None = None
+        self._model, self._mesh = model, mesh
+        self._requests: queue.Queue[Request | None] = queue.Queue(maxsize=max_queue)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stop_ids = stop_ids(model, tokenizer)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def submit(self, request: Request) -> bool:
+        """Queue a request; False if the queue is full or the engine has failed."""
+        if self.failure is not None:
+            return False
+        try:
+            self._requests.put_nowait(request)
+        except queue.Full:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Answer what is queued, then end all ranks."""
+        if self._thread.is_alive():
+            self._requests.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while (request := self._next()) is not None:
+                    self._answer(request)
+                _tell(Command.STOP, 0, self._mesh)
+        except BaseException as error:
+            self.failure = error
+            self._fail_waiting(error)
+
+    def _next(self) -> Request | None:
+        while True:
+            try:
+                return self._requests.get(timeout=_KEEP_ALIVE_S)
+            except queue.Empty:
+                _tell(Command.WAIT, 0, self._mesh)
+
+    def _answer(self, request: Request) -> None:
+        if request.cancelled.is_set():
+            return
+        _tell(Command.GENERATE, len(request.prompt), self._mesh)
+        prompt = torch.tensor(request.prompt, device=self._mesh.device)
+        _broadcast(prompt, self._mesh)
+        generator = torch.Generator()
+        if request.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(request.seed)
+        detokenizer = Detokenizer(self.tokenizer)
+        steps = logits_by_step(self._model, self._mesh, prompt)
+        token: int | None = None
+        try:
+            for count in range(1, request.max_tokens + 1):
+                logits = next(steps) if token is None else steps.send(token)
+                token = sample(
+                    logits,
+                    temperature=request.temperature,
+                    top_p=request.top_p,
+                    generator=generator,
+                )
+                if token in self._stop_ids:
+                    text = detokenizer.flush()
+                    request.send(Event(text=text, num_tokens=count, finish="stop"))
+                    break
+                text = detokenizer.add(token)
+                if count == request.max_tokens:
+                    text += detokenizer.flush()
+                    request.send(Event(text=text, num_tokens=count, finish="length"))
+                    break
+                if request.cancelled.is_set():
+                    break
+                request.send(Event(text=text, num_tokens=count))
+            steps.send(END_OF_ANSWER)
+        except StopIteration:
+            return
+        except BaseException as error:
+            request.send(Event(finish="error", error=str(error)))
+            raise
+
+    def _fail_waiting(self, error: BaseException) -> None:
+        while True:
+            try:
+                request = self._requests.get_nowait()
+            except queue.Empty:
+                return
+            if request is not None:
+                request.send(Event(finish="error", error=str(error)))
+
+
+def follow(model: PreTrainedModel, mesh: Mesh) -> None:
+    """The other ranks' side: the same forward passes, until told to stop."""
+    header = torch.zeros(2, dtype=torch.long, device=mesh.device)
+    with torch.inference_mode():
+        while True:
+            _broadcast(header, mesh)
+            command, length = Command(int(header[0])), int(header[1])
+            if command is Command.STOP:
+                return
+            if command is Command.GENERATE:
+                prompt = torch.zeros(length, dtype=torch.long, device=mesh.device)
+                _broadcast(prompt, mesh)
+                for _ in logits_by_step(model, mesh, prompt):
+                    pass
+
+
+def logits_by_step(
+    model: PreTrainedModel, mesh: Mesh, prompt: torch.Tensor
+) -> Generator[torch.Tensor, int | None, None]:
+    """Run the prompt, then token by token; a generator of the last position's logits [vocab].
+
+    The first rank sends in each token (END_OF_ANSWER ends it on every rank); the other ranks just
+    iterate, and get the token from the first.
+    """
+    cache = DynamicCache(config=model.config)
+    ids = prompt[None]
+    token = torch.zeros(1, dtype=torch.long, device=mesh.device)
+    while True:
+        logits = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
+        choice = yield logits[0, -1]
+        token.fill_(END_OF_ANSWER if choice is None else choice)
+        _broadcast(token, mesh)
+        if int(token) == END_OF_ANSWER:
+            return
+        ids = token[None]
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """Tokens that end an answer: the generation config's and the tokenizer's."""
+    given = model.generation_config.eos_token_id if model.generation_config else None
+    ids = given if isinstance(given, list) else [given]
+    return {int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}
+
+
+def _tell(command: Command, length: int, mesh: Mesh) -> None:
+    _broadcast(torch.tensor([command, length], device=mesh.device), mesh)
+
+
+def _broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
+    """Send a tensor from the first rank to all."""
+    if mesh.size("tp") > 1:
+        dist.broadcast(tensor, src=0, group=mesh.group("tp"))

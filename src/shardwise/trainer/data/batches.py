@@ -1,0 +1,68 @@
+"""Which row goes where: the same global order for every layout, cut into equal micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shardwise.trainer.data.store import Rows
+from shardwise.trainer.loss import IGNORE
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""token ids [rows, tokens] and labels of the same shape, not shifted"""
+
+
+def rows_of_step(num_rows: int, global_batch: int, step: int, seed: int) -> list[int]:
+    """Row numbers of one optimizer step (counted from 0 over all epochs).
+
+    Every epoch is a new permutation; its last step may have fewer rows. Depends on nothing but
+    these arguments, so any layout sees the same rows in the same step.
+    """
+    epoch, position = divmod(step, steps_per_epoch(num_rows, global_batch))
+    order = np.random.default_rng([seed, epoch]).permutation(num_rows)
+    begin = position * global_batch
+    return [int(row) for row in order[begin : begin + global_batch]]
+
+
+def steps_per_epoch(num_rows: int, global_batch: int) -> int:
+    """Optimizer steps that see every row once."""
+    return -(-num_rows // global_batch)
+
+
+def micro_batches(
+    rows: Rows,
+    numbers: Sequence[int],
+    *,
+    micro_batch: int,
+    data_rank: int,
+    num_data_ranks: int,
+    device: torch.device,
+) -> list[Batch]:
+    """This rank's micro-batches of some rows.
+
+    Every rank gets the same number of them, so that all take part in the same collectives; a
+    rank that has run out of rows gets an empty row, which trains nothing. Rows are padded on the
+    right: under a causal mask no real token sees the padding, so no attention mask is needed.
+    """
+    num_batches = -(-len(numbers) // (num_data_ranks * micro_batch))
+    mine = list(numbers[data_rank::num_data_ranks])
+    chunks = [mine[i * micro_batch : (i + 1) * micro_batch] for i in range(num_batches)]
+    return [_pad([rows[row] for row in chunk], device) for chunk in chunks]
+
+
+def _pad(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> Batch:
+    length = max((len(ids) for ids, _ in rows), default=2)
+    ids = torch.zeros(max(len(rows), 1), length, dtype=torch.long)
+    labels = torch.full_like(ids, IGNORE)
+    for i, (row_ids, trained) in enumerate(rows):
+        tokens = torch.from_numpy(row_ids.astype(np.int64))
+        ids[i, : len(tokens)] = tokens
+        labels[i, : len(tokens)] = tokens.masked_fill(~torch.from_numpy(trained.copy()), IGNORE)
+    return ids.to(device), labels.to(device)
+
+
+def num_targets(batches: Sequence[Batch]) -> int:
+    """Tokens that the loss counts: trained ones, less a row's first."""
+    return sum(int((labels[:, 1:] != IGNORE).sum()) for _, labels in batches)

@@ -1,0 +1,210 @@
+"""The training run of one rank, from the plan to the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from shardwise import console
+from shardwise.config import Plan
+from shardwise.parallel.mesh import Mesh
+from shardwise.probe.process import peak_bytes
+from shardwise.trainer.checkpoint import (
+    State,
+    checkpoint_dir,
+    complete_checkpoints,
+    load_optimizer,
+    read_state,
+    save_checkpoint,
+)
+from shardwise.trainer.data.batches import Batch, micro_batches, rows_of_step, steps_per_epoch
+from shardwise.trainer.data.store import Rows, open_rows
+from shardwise.trainer.measured import MEASURED_FILE, Measured
+from shardwise.trainer.optim import learning_rate_at, make_optimizer
+from shardwise.trainer.progress import Progress
+from shardwise.trainer.step import StepResult, evaluate, train_step
+from shardwise.weights.load import load_model
+
+METRICS_FILE = "metrics.jsonl"
+TRAIN_ROWS, EVAL_ROWS = "data/train", "data/eval"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one rank works with."""
+
+    plan: Plan
+    folder: Path
+    mesh: Mesh
+    rows: Rows
+    eval_rows: Rows | None
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    start: int
+    """optimizer steps done before"""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return total_steps(self.plan, len(self.rows))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes and prints."""
+        return dist.get_rank() == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step and what it took."""
+
+    result: StepResult
+    num_tokens: int
+    seconds: float
+
+
+def run_train(plan: Plan, folder: Path, mesh: Mesh) -> None:
+    """Train by the plan on prepared rows; every rank runs this.
+
+    Continues from the newest complete checkpoint of the run's folder, if there is one. The first
+    rank writes metrics and what was measured; every rank writes its shards of the checkpoints.
+    """
+    run = _set_up(plan, folder, mesh)
+    before = _evaluate(run)
+    if run.is_first and before is not None:
+        console.out.print(f"evaluation loss at step {run.start}: [b]{before:.4f}[/b]")
+    records = _run_steps(run)
+    after = _evaluate(run)
+    if run.is_first and before is not None and after is not None:
+        console.out.print(
+            f"evaluation loss at step {run.num_steps}: [b]{after:.4f}[/b] (before: {before:.4f})"
+        )
+    _write_measured(run, records, before, after)
+    if run.is_first:
+        console.out.print(f"checkpoint: {checkpoint_dir(folder, run.num_steps)}")
+
+
+def total_steps(plan: Plan, num_rows: int) -> int:
+    """Optimizer steps of a run over so many rows."""
+    steps = plan.train.epochs * steps_per_epoch(num_rows, plan.train.global_batch)
+    return min(steps, plan.train.max_steps or steps)
+
+
+def _set_up(plan: Plan, folder: Path, mesh: Mesh) -> Run:
+    """Load the model (or the newest checkpoint) and the rows."""
+    checkpoints = complete_checkpoints(folder)
+    source = str(checkpoints[-1] / "model") if checkpoints else plan.model
+    model = load_model(plan.model_copy(update={"model": source}), mesh, torch.float32)
+    optimizer = make_optimizer(model, plan.train)
+    if checkpoints:
+        load_optimizer(checkpoints[-1], model, optimizer)
+    eval_folder = folder / EVAL_ROWS
+    return Run(
+        plan=plan,
+        folder=folder,
+        mesh=mesh,
+        rows=open_rows(folder / TRAIN_ROWS),
+        eval_rows=open_rows(eval_folder) if eval_folder.exists() else None,
+        model=model,
+        optimizer=optimizer,
+        start=read_state(checkpoints[-1]).step if checkpoints else 0,
+    )
+
+
+def _run_steps(run: Run) -> list[StepRecord]:
+    """All steps that are left, with progress, metrics and checkpoints."""
+    records = []
+    with Progress(run.num_steps, run.start, enabled=run.is_first) as progress:
+        for step in range(run.start, run.num_steps):
+            record = _run_step(run, step)
+            records.append(record)
+            peak = peak_bytes(run.mesh.device)
+            if run.is_first:
+                _append(run.folder / METRICS_FILE, _metrics(run, step, record, peak))
+            speed = record.num_tokens / record.seconds
+            progress.update(step + 1, record.result.loss, speed, peak)
+            if _is_save_step(run, step + 1):
+                state = State(step=step + 1, num_rows=len(run.rows), loss=record.result.loss)
+                target = checkpoint_dir(run.folder, step + 1)
+                save_checkpoint(target, run.model, run.optimizer, run.plan, state)
+    return records
+
+
+def _run_step(run: Run, step: int) -> StepRecord:
+    train, began = run.plan.train, time.perf_counter()
+    numbers = rows_of_step(len(run.rows), train.global_batch, step, train.seed)
+    rate = learning_rate_at(step, run.num_steps, train)
+    batches = _batches(run, run.rows, numbers)
+    result = train_step(run.model, run.optimizer, batches, run.mesh, train, rate)
+    num_tokens = sum(len(run.rows[number][0]) for number in numbers)
+    seconds = time.perf_counter() - began
+    return StepRecord(result=result, num_tokens=num_tokens, seconds=seconds)
+
+
+def _batches(run: Run, rows: Rows, numbers: Sequence[int]) -> list[Batch]:
+    return micro_batches(
+        rows,
+        numbers,
+        micro_batch=run.plan.train.micro_batch,
+        data_rank=run.mesh.data_rank,
+        num_data_ranks=run.plan.layout.num_data_ranks,
+        device=run.mesh.device,
+    )
+
+
+def _evaluate(run: Run) -> float | None:
+    if run.eval_rows is None:
+        return None
+    batches = _batches(run, run.eval_rows, range(len(run.eval_rows)))
+    return evaluate(run.model, batches, run.mesh)
+
+
+def _is_save_step(run: Run, step: int) -> bool:
+    every = run.plan.train.save_every
+    return step == run.num_steps or (every is not None and step % every == 0)
+
+
+def _metrics(run: Run, step: int, record: StepRecord, peak: int) -> dict[str, float]:
+    return {
+        "step": step + 1,
+        "loss": record.result.loss,
+        "grad_norm": record.result.grad_norm,
+        "learning_rate": learning_rate_at(step, run.num_steps, run.plan.train),
+        "targets": record.result.num_targets,
+        "tokens": record.num_tokens,
+        "step_s": round(record.seconds, 4),
+        "peak_bytes": peak,
+    }
+
+
+def _write_measured(
+    run: Run, records: Sequence[StepRecord], before: float | None, after: float | None
+) -> None:
+    peaks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(peaks, peak_bytes(run.mesh.device))
+    if not run.is_first or not records:
+        return
+    seconds = [record.seconds for record in records]
+    measured = Measured(
+        peak_bytes=peaks,
+        step_s=statistics.median(seconds[1:]) if len(seconds) > 1 else None,
+        tokens_per_s=sum(record.num_tokens for record in records) / sum(seconds),
+        steps=run.num_steps,
+        train_loss=records[-1].result.loss,
+        eval_loss_before=before,
+        eval_loss_after=after,
+    )
+    (run.folder / MEASURED_FILE).write_text(measured.model_dump_json(indent=2), encoding="utf-8")
+
+
+def _append(path: Path, record: Mapping[str, float]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")

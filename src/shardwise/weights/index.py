@@ -1,0 +1,237 @@
+"""Find and verify weight files before any parameter is touched. No torch.
+
+A weight source is a set of pieces: (file, tensor name, offset of the piece in the full tensor).
+A Hugging Face directory has one piece a tensor, at offset 0; a training checkpoint has one a rank.
+So one loader reads both, whatever layout wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+
+INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_OFFSETS_KEY = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes a piece's offset
+_MAX_HEADER_BYTES = 100 * 2**20
+_VALUE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+_FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of one tensor that lies in one file."""
+
+    file: Path
+    dtype: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    data_start: int
+    """first byte in the file"""
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightIndex:
+    """Tensor name -> its pieces, and what the user should know about the directory."""
+
+    directory: Path
+    pieces: Mapping[str, tuple[Piece, ...]]
+    notes: tuple[str, ...] = ()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the full tensor."""
+        ends = ([o + n for o, n in zip(p.offset, p.shape, strict=True)] for p in self.pieces[name])
+        return tuple(max(end) for end in zip(*ends, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.num_bytes for pieces in self.pieces.values() for piece in pieces)
+
+
+def open_index(directory: str | Path) -> WeightIndex:
+    """Read the headers of all weight files of a directory and check them against the files.
+
+    Raises:
+        UserError: naming the files: none there, one missing, cut short or not safetensors.
+    """
+    path = Path(directory)
+    names = sorted(p.name for p in path.glob("*.safetensors")) if path.is_dir() else []
+    pickles = sorted(p.name for p in path.glob("*.bin")) if path.is_dir() else []
+    if not names:
+        raise UserError(_nothing_to_load(path, pickles))
+    notes = [f"{', '.join(pickles)}: ignored, the safetensors files are used"] if pickles else []
+    weight_map = _read_weight_map(path)
+    if weight_map is not None:
+        absent = sorted(set(weight_map.values()) - set(names))
+        if absent:
+            lost = sorted(k for k, f in weight_map.items() if f in absent)
+            raise UserError(
+                f"{path}: {INDEX_FILE} names {_some(absent)}, which {_is(absent)} not there; "
+                f"it holds {_some(lost)}. Fetch the missing files again."
+            )
+        names = sorted(set(weight_map.values()))
+    pieces: dict[str, list[Piece]] = {}
+    for name in names:
+        for key, piece in _read_header(path / name).items():
+            pieces.setdefault(key, []).append(piece)
+    lost = sorted(set(weight_map or ()) - set(pieces))
+    if lost:
+        raise UserError(f"{path}: {INDEX_FILE} lists {_some(lost)}, but no file holds {_it(lost)}.")
+    frozen = {key: tuple(found) for key, found in pieces.items()}
+    return WeightIndex(directory=path, pieces=frozen, notes=tuple(notes))
+
+
+def verify(
+    index: WeightIndex, expected: Mapping[str, tuple[int, ...]], *, tied: bool
+) -> tuple[str, ...]:
+    """Check that an index holds exactly the model's parameters.
+
+    Args:
+        expected: parameter name -> shape; of tied weights only the embedding.
+
+    Returns:
+        Warnings for the user, such as tensors that the model does not use.
+
+    Raises:
+        UserError: a tensor is missing, has another shape, has holes or is not floating point.
+    """
+    unknown = sorted(set(index.pieces) - set(expected) - ({HEAD} if tied else set()))
+    missing = sorted(set(expected) - set(index.pieces))
+    if missing:
+        strangers = f" It holds unknown tensors instead: {_some(unknown)}." if unknown else ""
+        raise UserError(f"{index.directory}: the weights lack {_some(missing)}.{strangers}")
+    for name, shape in expected.items():
+        _verify_tensor(index, name, shape)
+    warnings = list(index.notes)
+    if unknown:
+        warnings.append(f"tensors that the model does not use: {_some(unknown)}")
+    if tied and HEAD in index.pieces:
+        same = "equal" if _equal_bytes(index.pieces[HEAD], index.pieces[EMBEDDING]) else "DIFFERENT"
+        warnings.append(
+            f"the model ties its head to its embedding, but the files hold both, with {same} "
+            f"values: {EMBEDDING} is used, {HEAD} is not"
+        )
+    return tuple(warnings)
+
+
+def _verify_tensor(index: WeightIndex, name: str, shape: tuple[int, ...]) -> None:
+    pieces = index.pieces[name]
+    found = index.shape(name)
+    files = _some(sorted({piece.file.name for piece in pieces}))
+    if found != shape:
+        raise UserError(
+            f"{index.directory}: {name} has the shape {list(found)} in {files}; "
+            f"the config asks for {list(shape)}."
+        )
+    stored = sum(math.prod(piece.shape) for piece in pieces)
+    if stored != math.prod(shape):
+        raise UserError(
+            f"{index.directory}: the pieces of {name} in {files} hold {stored} values "
+            f"of {math.prod(shape)}; a file of the checkpoint is missing or doubled."
+        )
+    if any(piece.dtype not in _FLOATS for piece in pieces):
+        raise UserError(
+            f"{index.directory}: {name} is stored as {pieces[0].dtype} in {files}; "
+            f"this version loads {', '.join(_FLOATS)}."
+        )
+
+
+def _nothing_to_load(path: Path, pickles: list[str]) -> str:
+    if not path.is_dir():
+        return f"no weights at {str(path)!r}: it is not a directory."
+    if pickles:
+        return (
+            f"{path} has only pickle files ({_some(pickles)}), which can run code and are not "
+            "loaded; convert them with transformers: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)."
+        )
+    return f"{path} holds no *.safetensors file, so there are no weights to load."
+
+
+def _read_weight_map(path: Path) -> dict[str, str] | None:
+    file = path / INDEX_FILE
+    if not file.exists():
+        return None
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        return {str(key): str(name) for key, name in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"cannot read {file}: {type(error).__name__}: {error}.") from None
+
+
+def _read_header(file: Path) -> dict[str, Piece]:
+    """Header of one safetensors file, checked against the file's real size."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(size, _MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header: dict[str, Any] = json.loads(stream.read(length))
+        offsets = json.loads(header.pop("__metadata__", {}).get(_OFFSETS_KEY, "{}"))
+        pieces = {
+            key: _piece(file, entry, 8 + length, offsets.get(key)) for key, entry in header.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise UserError(f"{file} is not a whole safetensors file: {error}.") from None
+    end = max((piece.data_start + piece.num_bytes for piece in pieces.values()), default=8 + length)
+    if end != size:
+        raise UserError(f"{file} has {size} bytes, its header says {end}; fetch it again.")
+    return pieces
+
+
+def _piece(
+    file: Path, entry: Mapping[str, Any], data_start: int, offset: Mapping[str, Any] | None
+) -> Piece:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(n) for n in entry["shape"])
+    dtype = str(entry["dtype"])
+    value_bytes = _VALUE_BYTES.get(dtype)
+    if value_bytes is not None and math.prod(shape) * value_bytes != end - begin:
+        raise ValueError(f"{end - begin} bytes for the shape {list(shape)} of {dtype}")
+    return Piece(
+        file=file,
+        dtype=dtype,
+        offset=tuple(offset["saved_offsets"]) if offset else (0,) * len(shape),
+        shape=shape,
+        data_start=data_start + begin,
+        num_bytes=end - begin,
+    )
+
+
+def _equal_bytes(left: tuple[Piece, ...], right: tuple[Piece, ...]) -> bool:
+    """Whether two tensors that lie in one piece each hold the same bytes."""
+    if len(left) != 1 or len(right) != 1 or left[0].num_bytes != right[0].num_bytes:
+        return False
+    with left[0].file.open("rb") as a, right[0].file.open("rb") as b:
+        a.seek(left[0].data_start)
+        b.seek(right[0].data_start)
+        todo = left[0].num_bytes
+        while todo > 0:
+            step = min(todo, 2**20)
+            if a.read(step) != b.read(step):
+                return False
+            todo -= step
+    return True
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def _is(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _it(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"

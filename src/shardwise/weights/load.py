@@ -1,0 +1,108 @@
+"""Read weights into a sharded model: each rank reads only the bytes of its own slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from shardwise.config import Plan
+from shardwise.models.build import build_on_meta, materialise
+from shardwise.models.facts import read_facts
+from shardwise.parallel._torch import is_strided_shard
+from shardwise.parallel.apply import parallelize
+from shardwise.parallel.grads import local_part
+from shardwise.parallel.mesh import Mesh
+from shardwise.planner.layout import check_plan
+from shardwise.weights.index import Piece, WeightIndex, open_index, verify
+
+Box = tuple[slice, ...]
+"""One range per dimension, in the coordinates of the full tensor."""
+
+
+def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> PreTrainedModel:
+    """Build, shard and load the plan's model: the only way weights get into a model.
+
+    Args:
+        dtype: of the parameters at rest; fp32 master weights for training.
+
+    Raises:
+        UserError: the plan is not legal for the model, or its files are not whole; no parameter
+            has been touched then.
+    """
+    facts = read_facts(plan.model)
+    check_plan(plan, facts)
+    index = open_index(Path(plan.model))
+    verify(index, facts.parameter_shapes, tied=facts.tied)
+    model = build_on_meta(plan.model, dtype)
+    parallelize(model, plan, mesh)
+    materialise(model, mesh.device)
+    load_weights(model, index)
+    return model
+
+
+def local_box(tensor: torch.Tensor) -> Box:
+    """The part of the full tensor that this rank holds.
+
+    FSDP cuts what tensor parallelism left, although its axis comes first in the mesh; torch
+    marks that placement as strided. So plain shards are cut first, strided ones after.
+    """
+    starts, sizes = [0] * tensor.ndim, list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate() or ()
+        cuts = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
+        for placement, num_ranks, rank in sorted(cuts, key=lambda cut: is_strided_shard(cut[0])):
+            if isinstance(placement, Shard) or is_strided_shard(placement):
+                dim = placement.dim
+                width = -(-sizes[dim] // num_ranks)  # torch's chunk rule
+                begin = min(rank * width, sizes[dim])
+                starts[dim] += begin
+                sizes[dim] = min(width, sizes[dim] - begin)
+    return tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
+
+
+def load_weights(model: nn.Module, index: WeightIndex) -> int:
+    """Fill the local part of every parameter from a verified index.
+
+    Returns:
+        Bytes that this rank read.
+    """
+    num_bytes = 0
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            num_bytes += read_into(local_part(param), local_box(param), index.pieces[name], name)
+    return num_bytes
+
+
+def read_into(target: torch.Tensor, box: Box, pieces: Sequence[Piece], name: str) -> int:
+    """Copy the `box` of a stored tensor into `target` (cast to its dtype); bytes read."""
+    if target.shape != torch.Size([s.stop - s.start for s in box]):
+        raise RuntimeError(f"{name}: this rank holds {tuple(target.shape)}, its slice is {box}")
+    num_bytes = 0
+    for piece, source, destination in _overlaps(box, pieces):
+        with safe_open(piece.file, framework="pt") as file:
+            part = file.get_slice(name)[source] if source else file.get_tensor(name)
+        target[destination].copy_(part)
+        num_bytes += part.nbytes
+    return num_bytes
+
+
+def _overlaps(box: Box, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Box, Box]]:
+    """Pieces that overlap a box, with the overlap in the piece's and in the box's coordinates."""
+    for piece in pieces:
+        ends = [o + n for o, n in zip(piece.offset, piece.shape, strict=True)]
+        starts = [max(s.start, o) for s, o in zip(box, piece.offset, strict=True)]
+        stops = [min(s.stop, end) for s, end in zip(box, ends, strict=True)]
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+            continue
+        spans = list(zip(starts, stops, strict=True))
+        source = tuple(slice(a - o, b - o) for (a, b), o in zip(spans, piece.offset, strict=True))
+        destination = tuple(
+            slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True)
+        )
+        yield piece, source, destination

@@ -1,0 +1,110 @@
+"""Write a plain Hugging Face directory from any weight source, one output file at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from shardwise.errors import UserError
+from shardwise.models.facts import CONFIG_FILE, ModelFacts
+from shardwise.weights.index import INDEX_FILE, WeightIndex
+from shardwise.weights.load import read_into
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_FILE_BYTES = 2**30
+
+
+def export_model(
+    index: WeightIndex,
+    facts: ModelFacts,
+    target: Path,
+    dtype: torch.dtype,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> int:
+    """Write config, tokenizer and weights of a verified source to a new directory.
+
+    Holds one output file in memory, never the model. The directory appears under its name only
+    when it is whole. Tied weights are written once.
+
+    Args:
+        progress: told the bytes written so far.
+
+    Returns:
+        Bytes of the tensors written.
+
+    Raises:
+        UserError: the directory exists, or cannot be written.
+    """
+    if target.exists():
+        raise UserError(f"{target} exists already; give another --out.")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        copy_model_files(index.directory, partial)
+        _set_dtype(partial / CONFIG_FILE, dtype)
+        files = list(_files(facts, dtype, max_file_bytes))
+        weight_map: dict[str, str] = {}
+        written = 0
+        for number, names in enumerate(files, start=1):
+            name = _file_name(number, len(files))
+            tensors = {key: _read(index, key, facts.parameter_shapes[key], dtype) for key in names}
+            save_file(tensors, partial / name, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(names, name))
+            written += sum(tensor.nbytes for tensor in tensors.values())
+            progress(written)
+        if len(files) > 1:
+            content = {"metadata": {"total_size": written}, "weight_map": weight_map}
+            (partial / INDEX_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"cannot write {target}: {error}.") from None
+    return written
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Copy what makes a directory a Hugging Face model besides its weights."""
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != INDEX_FILE:
+            shutil.copyfile(file, target / file.name)
+
+
+def _files(facts: ModelFacts, dtype: torch.dtype, max_file_bytes: int) -> Iterator[list[str]]:
+    """Parameter names of each output file."""
+    names: list[str] = []
+    size = 0
+    for name, shape in facts.parameter_shapes.items():
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if names and size + num_bytes > max_file_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += num_bytes
+    yield names
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _read(
+    index: WeightIndex, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    read_into(tensor, tuple(slice(0, n) for n in shape), index.pieces[name], name)
+    return tensor
+
+
+def _set_dtype(file: Path, dtype: torch.dtype) -> None:
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

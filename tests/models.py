@@ -1,0 +1,72 @@
+"""The tiny models of the tests: random, fp32, about 0.2 M parameters, saved once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+BASE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 256,
+    "bos_token_id": 257,
+    "eos_token_id": 260,
+}
+ODD: dict[str, Any] = {
+    "hidden_size": 72,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LL": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "LL321": ("LlamaConfig", {"tie_word_embeddings": False, "vocab_size": 321}),
+    "LL321T": ("LlamaConfig", {"tie_word_embeddings": True, "vocab_size": 321}),
+    "LLB": (
+        "LlamaConfig",
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    ),
+    "ODD": ("LlamaConfig", {**ODD, "tie_word_embeddings": True}),
+    "MI": ("MistralConfig", {"tie_word_embeddings": False, "sliding_window": None}),
+    "Q2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "Q3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    "Q3_321": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True, "vocab_size": 321}),
+    "G3": ("Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": True}),
+    "G3_321": ("Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": True, "vocab_size": 321}),
+}
+
+
+def model_config(name: str) -> Any:
+    """The transformers config of a tiny model."""
+    import transformers
+
+    class_name, changes = MODELS[name]
+    return getattr(transformers, class_name)(**{**BASE, **changes})
+
+
+def save_model(name: str, folder: Path, **save_options: Any) -> Path:
+    """Write a tiny model to `folder`; its norms and biases are random too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(name), dtype=torch.float32)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim == 1:
+                param.add_(torch.randn_like(param) * 0.1)
+    model.save_pretrained(folder, **save_options)
+    return folder
