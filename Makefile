@@ -37,10 +37,10 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Shardwise needs Python 3.11 or newer; give one with: make PYTHON=python3.11 ...")'
 	@echo "installing into $(VENV) (a minute or two, once)"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --requirement requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 clean:
