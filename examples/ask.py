@@ -1,6 +1,6 @@
 """Ask a Shardwise server one question through the `openai` client and stream the answer.
 
-    python examples/ask.py "Do you deliver on Sunday?" --url http://127.0.0.1:8000/v1
+python examples/ask.py "Do you deliver on Sunday?" --url http://127.0.0.1:8000/v1
 """
 
 from __future__ import annotations

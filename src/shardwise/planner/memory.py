@@ -101,18 +101,21 @@ def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     logits = 2 * vocab * c * tokens + 2 * vocab * FP32 * min(tokens, _LOSS_CHUNK_TOKENS)
     head = facts.vocab_size * facts.hidden_size // plan.layout.tp
     gathered = sizes.outer * c
+    one_pass = train.num_micro_batches(plan.layout) == 1
     at_loss = {
+        "gradients": 0 if one_pass else own * FP32,  # of the micro-batches before this one
         "activations": activations,
         "logits": logits,
         "buffers": gathered + head * c + 2 * sizes.layer * c,
     }
     at_end = {
+        "gradients": own * FP32,
         "activations": kept,
         "logits": 0,
         "buffers": gathered + sizes.outer * (c + FP32) + 2 * sizes.layer * (c + FP32),
     }
     peak = max(at_loss, at_end, key=lambda parts: sum(parts.values()))
-    states = {"weights": own * FP32, "gradients": own * FP32, "optimizer": 2 * own * FP32}
+    states = {"weights": own * FP32, "optimizer": 2 * own * FP32}
     return {**states, **peak, "kv_cache": 0}
 
 
