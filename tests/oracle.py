@@ -76,7 +76,7 @@ def run_oracle(
             losses = -logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
             loss = (losses * torch.tensor(trained[1:])).sum() / num_tokens
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         grads = {name: p.grad.clone() for name, p in params.items()}
         norm = math.sqrt(sum(float(g.double().pow(2).sum()) for g in grads.values()))
         scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm is not None else 1.0

@@ -16,7 +16,7 @@ from shardwise.config import PLAN_FILE, Devices, Layout, Plan, Precision
 from shardwise.errors import UserError, missing_extra
 from shardwise.launch.job import Job
 from shardwise.launch.local import run_local
-from shardwise.models.facts import ModelFacts, read_facts
+from shardwise.models.facts import read_facts
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
 from shardwise.planner.memory import predict_memory
@@ -26,15 +26,18 @@ TOKENIZER_FILE = "tokenizer.json"
 _CHECK_TIMEOUT_S = 300.0
 
 
-def check_model(plan: Plan) -> ModelFacts:
+def check_model(plan: Plan) -> Plan:
     """Check a plan against its model's config, files and devices, without torch.
+
+    Returns:
+        The plan as `check_plan` completes it.
 
     Raises:
         UserError: the plan is not legal for the model, the files are not whole, or the planned
             memory is more than a device has.
     """
     facts = read_facts(plan.model)
-    check_plan(plan, facts)
+    plan = check_plan(plan, facts)
     index = open_index(plan.model)
     for warning in verify(index, facts.parameter_shapes, tied=facts.tied):
         console.out.print(f"note: {warning}")
@@ -45,7 +48,7 @@ def check_model(plan: Plan) -> ModelFacts:
             f"{capacity:.2f} GiB; run `shardwise plan` for one that fits, or set "
             "devices.memory_gib."
         )
-    return facts
+    return plan
 
 
 def start_train(
@@ -65,13 +68,13 @@ def start_train(
     def prepare() -> Job:
         from shardwise.trainer.loop import EVAL_ROWS, TRAIN_ROWS
 
-        check_model(plan)
+        checked = check_model(plan)
         tokenizer = load_tokenizer(plan.model)
         _claim(run_dir, resume)
-        _prepare_rows(plan, tokenizer, data, run_dir / TRAIN_ROWS)
+        _prepare_rows(checked, tokenizer, data, run_dir / TRAIN_ROWS)
         if eval_data is not None:
-            _prepare_rows(plan, tokenizer, eval_data, run_dir / EVAL_ROWS)
-        return _job("train", plan, run_dir, device, plan.train.timeout_s)
+            _prepare_rows(checked, tokenizer, eval_data, run_dir / EVAL_ROWS)
+        return _job("train", checked, run_dir, device, plan.train.timeout_s)
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from shardwise.launch.worker import run_as_rank

@@ -55,8 +55,11 @@ def legal_layouts(facts: ModelFacts, num_devices: int, *, task: str) -> Iterator
             yield layout
 
 
-def check_plan(plan: Plan, facts: ModelFacts) -> None:
+def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
     """Refuse a plan that cannot run.
+
+    Returns:
+        The plan, with a sequence length that nobody has set lowered to the model's limit.
 
     Raises:
         UserError: one sentence with the two numbers in conflict and a value that works.
@@ -69,6 +72,10 @@ def check_plan(plan: Plan, facts: ModelFacts) -> None:
             f"attention_dropout={facts.dropout} in the model's config: dropout cannot be proved "
             "equal to one process; set it to 0.0 there."
         )
+    if "seq_len" not in plan.train.model_fields_set:
+        shortest = min(plan.train.seq_len, facts.max_positions)
+        settings = plan.train.model_copy(update={"seq_len": shortest})
+        plan = plan.model_copy(update={"train": settings})
     train, num_ranks = plan.train, plan.layout.num_data_ranks
     if plan.task == "full" and train.seq_len > facts.max_positions:
         raise UserError(
@@ -86,6 +93,7 @@ def check_plan(plan: Plan, facts: ModelFacts) -> None:
             f"serve.context={context} is longer than the model's "
             f"max_position_embeddings={facts.max_positions}; set it to at most that."
         )
+    return plan
 
 
 def _split_by_tp(facts: ModelFacts) -> dict[str, int]:

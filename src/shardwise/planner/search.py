@@ -68,7 +68,8 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
     Raises:
         UserError: the settings are not legal for the model, whatever the layout.
     """
-    check_plan(plan if fixed else plan.model_copy(update={"layout": Layout()}), facts)
+    checked = check_plan(plan if fixed else _with(plan, Layout()), facts)
+    plan = plan.model_copy(update={"train": checked.train})
     single = _option("one device, as asked", _with(plan, Layout()), facts, machine)
     if single.fits and not fixed and plan.devices.count == 1:
         return Answer(facts=facts, verdict="fits_one_device", chosen=single, single=single)

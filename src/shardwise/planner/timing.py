@@ -52,7 +52,11 @@ def traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
 
     ZeRO-3 gathers each layer twice a micro-batch (forward and backward) and the outer group once,
     in the compute dtype, and reduces the gradients in fp32. Tensor parallelism sums the outputs of
-    attention and MLP forward, and the gradients of the five column-parallel inputs backward.
+    attention and MLP forward (attention again when activations are recomputed, which stops at the
+    last thing that is needed), the gradients of the five column-parallel inputs and of q and k
+    norms backward, and three numbers a token for the loss. Scalars (loss, norm) are left out.
+
+    tests/ranks/test_traffic.py compares it with the collectives that a real step runs.
     """
     layout, c = plan.layout, plan.precision.compute_bytes
     sizes = RankSizes.of(facts, layout.tp)
@@ -72,10 +76,20 @@ def traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
             ),
         ]
     if layout.tp > 1:
-        hidden = plan.train.micro_batch * plan.train.seq_len * facts.hidden_size * c
-        per_layer = 2 * (2 if recompute else 1) + 5 + (2 if facts.family.qk_norm else 0)
-        count = num_micro * (facts.num_layers * per_layer + 2)
-        lines.append(Collective(axis="tp", op="all_reduce", count=count, num_bytes=hidden))
+        tokens = plan.train.micro_batch * plan.train.seq_len
+        layers = facts.num_layers * num_micro
+        hidden = layers * (8 if recompute else 7) + 2 * num_micro
+        sums = [
+            (hidden, tokens * facts.hidden_size * c),
+            (2 * layers if facts.family.qk_norm else 0, facts.head_dim * c),
+            (num_micro, tokens * FP32),
+            (num_micro, 2 * tokens * FP32),
+        ]
+        lines += [
+            Collective(axis="tp", op="all_reduce", count=count, num_bytes=num_bytes)
+            for count, num_bytes in sums
+            if count
+        ]
     return lines
 
 

@@ -1,0 +1,124 @@
+"""Run real training steps on n ranks and bring everything back as full tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.oracle import Row
+from tests.run_ranks import run_ranks
+
+Overrides = dict[str, Any]
+
+
+@dataclass
+class RankStep:
+    """What one rank saw of one optimizer step; tensors are full ones."""
+
+    loss: float
+    norm: float
+    num_tokens: int
+    grads: dict[str, Any]
+    params: dict[str, Any]
+    replicas: dict[str, bytes]
+    """raw bytes of the parameters that are not split over tp, as this rank holds them"""
+
+
+def random_rows(lengths: Sequence[int], vocab: int = 250, seed: int = 1) -> list[Row]:
+    """Rows of random tokens with so many trained targets; the first token is never one."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        ids = torch.randint(0, vocab, (length + 1,), generator=generator).tolist()
+        rows.append((ids, [0] + [1] * length))
+    return rows
+
+
+RAGGED = (5, 61, 17, 64, 3, 40, 9, 33)
+
+
+def run_steps(
+    model_dir: Path, layout: dict[str, int], batches: Sequence[Sequence[Row]], **train: Any
+) -> list[list[RankStep]]:
+    """Train on each batch in turn; result[rank][step]."""
+    num_ranks = 1
+    for size in layout.values():
+        num_ranks *= size
+    return run_ranks(num_ranks, _train_on_rank, str(model_dir), layout, batches, train)
+
+
+def _train_on_rank(
+    rank: int, model_dir: str, layout: dict[str, int], batches: Sequence[Any], train: Overrides
+) -> list[RankStep]:
+    import torch
+
+    from shardwise.config import Layout, Plan, Precision, Train
+    from shardwise.parallel.mesh import build_mesh
+    from shardwise.trainer.optim import make_optimizer
+    from shardwise.trainer.step import train_step
+    from shardwise.weights.load import load_model
+
+    precision = Precision(compute=train.pop("compute", "fp32"))
+    settings = Train(**{"clip_norm": None, "global_batch": 8, "learning_rate": 1e-3, **train})
+    plan = Plan(
+        model=model_dir, task="full", layout=Layout(**layout), precision=precision, train=settings
+    )
+    mesh = build_mesh(plan.layout, "cpu")
+    model = load_model(plan, mesh, torch.float32)
+    optimizer = make_optimizer(model, settings)
+    steps = []
+    for rows in batches:
+        micro = _micro_batches(rows, plan, mesh)
+        result = train_step(model, optimizer, micro, mesh, settings, settings.learning_rate)
+        steps.append(_collect(model, result, mesh))
+    return steps
+
+
+def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
+    import numpy as np
+
+    from shardwise.trainer.data.batches import micro_batches
+    from shardwise.trainer.data.store import Rows
+
+    store = Rows(
+        ids=np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in rows]),
+        trained=np.concatenate([np.asarray(marks, dtype=np.bool_) for _, marks in rows]),
+        starts=np.cumsum([0, *(len(ids) for ids, _ in rows)]),
+    )
+    return micro_batches(
+        store,
+        range(len(rows)),
+        micro_batch=plan.train.micro_batch,
+        data_rank=mesh.data_rank,
+        num_data_ranks=plan.layout.num_data_ranks,
+        device=mesh.device,
+    )
+
+
+def _collect(model: Any, result: Any, mesh: Any) -> RankStep:
+    from shardwise.parallel.grads import local_part, shard_axes
+
+    params = dict(model.named_parameters())
+    return RankStep(
+        loss=result.loss,
+        norm=result.grad_norm,
+        num_tokens=result.num_targets,
+        grads={name: _full(p.grad) for name, p in params.items()},
+        params={name: _full(p) for name, p in params.items()},
+        replicas={
+            name: local_part(p).detach().numpy().tobytes()
+            for name, p in params.items()
+            if "tp" not in shard_axes(p)
+        },
+    )
+
+
+def _full(tensor: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()

@@ -1,0 +1,124 @@
+"""Checkpoints: what one layout writes, any layout reads; nothing half-written is ever taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import save_model
+from tests.oracle import assert_close
+from tests.ranks.steps import RAGGED, _collect, _micro_batches, random_rows
+from tests.run_ranks import run_ranks
+
+BATCHES = [random_rows(RAGGED, seed=seed) for seed in range(4)]
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {"fsdp": 1},
+    "fsdp2": {"fsdp": 2},
+    "fsdp4": {"fsdp": 4},
+    "tp2": {"tp": 2},
+    "both": {"fsdp": 2, "tp": 2},
+}
+
+
+def train_on_rank(
+    rank: int, model: str, layout: dict[str, int], resume: str | None, save: str | None, todo: range
+) -> Any:
+    """Train on the batches of `todo`, from a checkpoint and to a checkpoint if given."""
+    import torch
+
+    from shardwise.config import Layout, Plan, Train
+    from shardwise.parallel.mesh import build_mesh
+    from shardwise.trainer.checkpoint import State, load_optimizer, save_checkpoint
+    from shardwise.trainer.optim import make_optimizer
+    from shardwise.trainer.step import train_step
+    from shardwise.weights.load import load_model
+
+    train = Train(eps=1e-3, micro_batch=2, learning_rate=1e-3)
+    source = model if resume is None else f"{resume}/model"
+    plan = Plan(model=source, task="full", layout=Layout(**layout), train=train)
+    mesh = build_mesh(plan.layout, "cpu")
+    sharded = load_model(plan, mesh, torch.float32)
+    optimizer = make_optimizer(sharded, train)
+    if resume is not None:
+        load_optimizer(Path(resume), sharded, optimizer)
+    steps = []
+    for number in todo:
+        micro = _micro_batches(BATCHES[number], plan, mesh)
+        result = train_step(sharded, optimizer, micro, mesh, train, train.learning_rate)
+        steps.append(_collect(sharded, result, mesh))
+    if save is not None:
+        state = State(step=todo.stop, num_rows=8, loss=steps[-1].loss)
+        save_checkpoint(Path(save), sharded, optimizer, plan, state)
+    return steps
+
+
+def run(model: Path, layout: str, todo: range, **paths: Path) -> Any:
+    axes = LAYOUTS[layout]
+    num_ranks = axes.get("fsdp", 1) * axes.get("tp", 1)
+    resume, save = paths.get("resume"), paths.get("save")
+    names = [None if p is None else str(p) for p in (resume, save)]
+    return run_ranks(num_ranks, train_on_rank, str(model), axes, *names, todo)[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary and a tie that make every cut uneven."""
+    return save_model("LL321T", tmp_path_factory.mktemp("checkpoint") / "LL321T")
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("both", "both"),
+        ("fsdp2", "fsdp2"),
+        ("both", "fsdp4"),
+        ("tp2", "fsdp2"),
+        ("fsdp4", "one"),
+        ("one", "both"),
+    ],
+)
+def test_resume_on_the_same_or_another_layout(
+    model: Path, tmp_path: Path, written: str, read: str
+) -> None:
+    """Steps 3 and 4 after a resume equal those of an uninterrupted run; bitwise on one layout."""
+    import torch
+
+    whole = run(model, written, range(4))
+    run(model, written, range(2), save=tmp_path / "step-000002")
+    resumed = run(model, read, range(2, 4), resume=tmp_path / "step-000002")
+    for got, want in zip(resumed, whole[2:], strict=True):
+        assert got.loss == pytest.approx(want.loss, rel=1e-5)
+        for name, param in want.params.items():
+            if written == read:
+                assert torch.equal(got.params[name], param), name
+            else:
+                assert_close(name, got.params[name], param)
+
+
+def test_a_checkpoint_is_complete_or_not_listed(model: Path, tmp_path: Path) -> None:
+    """A missing, short or unfinished checkpoint is never taken."""
+    import shutil
+
+    from shardwise.trainer.checkpoint import complete_checkpoints, why_incomplete
+
+    folder = tmp_path / "checkpoints"
+    run(model, "fsdp2", range(1), save=folder / "step-000001")
+    for step in (2, 3, 4):
+        shutil.copytree(folder / "step-000001", folder / f"step-{step:06d}")
+    (folder / "step-000002" / "state.json").unlink()
+    shard = next((folder / "step-000003" / "optimizer").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    next((folder / "step-000004" / "model").glob("*.safetensors")).unlink()
+    (folder / ".step-000005.partial").mkdir()
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000001"]
+    assert "state.json" in str(why_incomplete(folder / "step-000002"))
+    assert "bytes" in str(why_incomplete(folder / "step-000003"))
+    assert "missing" in str(why_incomplete(folder / "step-000004"))
+
+
+def test_no_pickle_in_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    run(model, "both", range(1), save=tmp_path / "step-000001")
+    suffixes = {path.suffix for path in (tmp_path / "step-000001").rglob("*") if path.is_file()}
+    assert suffixes == {".safetensors", ".json", ".yaml"}

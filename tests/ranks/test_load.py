@@ -1,0 +1,90 @@
+"""Loading: each rank reads only its own slices, and gets the right ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import save_model
+from tests.run_ranks import run_ranks
+
+
+def load_on_rank(rank: int, model_dir: str, layout: dict[str, int]) -> Any:
+    """Bytes that the rank read, values it holds, and the full parameters."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from shardwise.config import Layout, Plan
+    from shardwise.models.build import build_on_meta, materialise
+    from shardwise.models.facts import read_facts
+    from shardwise.parallel.apply import parallelize
+    from shardwise.parallel.grads import local_part
+    from shardwise.parallel.mesh import build_mesh
+    from shardwise.planner.memory import RankSizes
+    from shardwise.weights.index import open_index
+    from shardwise.weights.load import load_weights
+
+    plan = Plan(model=model_dir, task="full", layout=Layout(**layout))
+    mesh = build_mesh(plan.layout, "cpu")
+    model = build_on_meta(model_dir, torch.float32)
+    parallelize(model, plan, mesh)
+    materialise(model, mesh.device)
+    num_bytes = load_weights(model, open_index(model_dir))
+    held = sum(local_part(p).numel() for p in model.parameters())
+    full = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for name, p in model.named_parameters()
+    }
+    facts = read_facts(model_dir)
+    sizes = RankSizes.of(facts, plan.layout.tp)
+    planned = facts.num_layers * sizes.layer + sizes.outer
+    on_meta = [n for n, t in [*model.named_buffers(), *full.items()] if t.is_meta]
+    return num_bytes, held, full, planned, on_meta
+
+
+@pytest.mark.parametrize(
+    "layout", [{"fsdp": 2}, {"tp": 2}, {"fsdp": 2, "tp": 2}], ids=["fsdp2", "tp2", "fsdp2xtp2"]
+)
+@pytest.mark.parametrize("name", ["LL321", "LLB", "Q3", "G3"])
+def test_each_rank_reads_its_own_slices_only(
+    tmp_path: Path, name: str, layout: dict[str, int]
+) -> None:
+    from safetensors.torch import load_file
+
+    save_model(name, tmp_path / name, max_shard_size="200KB")
+    stored = {}
+    for file in (tmp_path / name).glob("*.safetensors"):
+        stored.update(load_file(file))
+    num_ranks = math.prod(layout.values())
+    ranks = run_ranks(num_ranks, load_on_rank, str(tmp_path / name), layout)
+    for num_bytes, held, full, planned, on_meta in ranks:
+        assert num_bytes == 4 * held  # fp32: every byte read is a value held
+        assert not on_meta
+        assert set(full) == set(stored)
+        for key, tensor in stored.items():
+            assert bool((full[key] == tensor).all()), key
+        fsdp = layout.get("fsdp", 1)  # rows are cut whole, so a rank may hold a few more
+        assert held <= planned / fsdp + sum(math.prod(t.shape[1:]) for t in stored.values())
+    everything = sum(tensor.numel() for tensor in stored.values())
+    total = sum(held for _, held, *_ in ranks)
+    assert total >= everything
+    if "tp" not in layout:
+        assert total == everything  # nothing is held twice
+
+
+def test_fp16_and_bf16_files_are_widened(tmp_path: Path) -> None:
+    """Master weights are fp32 whatever the files hold."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    save_model("LL", tmp_path / "LL")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "LL", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "bf16")
+    _, held, full, *_ = run_ranks(1, load_on_rank, str(tmp_path / "bf16"), {"fsdp": 1})[0]
+    assert held == sum(p.numel() for p in model.parameters())
+    for name, param in model.named_parameters():
+        assert full[name].dtype == torch.float32
+        assert bool((full[name] == param.float()).all())

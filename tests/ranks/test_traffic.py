@@ -1,0 +1,78 @@
+"""The planner's ledger of collectives against the collectives that a real step runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import save_model
+from tests.ranks.steps import _micro_batches, random_rows
+from tests.run_ranks import run_ranks
+
+ROWS = random_rows([31] * 8)  # eight rows of 32 tokens
+
+
+def count_on_rank(rank: int, model_dir: str, layout: dict[str, int], checkpointing: str) -> Any:
+    """(op, bytes) -> count, planned and as dispatched in the second step."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from shardwise.config import Layout, Plan, Train
+    from shardwise.models.facts import read_facts
+    from shardwise.parallel.mesh import build_mesh
+    from shardwise.planner.timing import traffic
+    from shardwise.trainer.optim import make_optimizer
+    from shardwise.trainer.step import train_step
+    from shardwise.weights.load import load_model
+
+    names = {
+        "allreduce_": "all_reduce",
+        "_allgather_base_": "all_gather",
+        "_reduce_scatter_base_": "reduce_scatter",
+    }
+    seen: Counter[tuple[str, int]] = Counter()
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = func.overloadpacket.__name__
+            if name in names:
+                tensors = [t for a in args[:2] for t in (a if isinstance(a, list) else [a])]
+                sizes = [t.nbytes for t in tensors if isinstance(t, torch.Tensor)]
+                seen[names[name], max(sizes)] += 1
+            return func(*args, **(kwargs or {}))
+
+    train = Train(seq_len=32, micro_batch=2, checkpointing=checkpointing)  # type: ignore[arg-type]
+    plan = Plan(model=model_dir, task="full", layout=Layout(**layout), train=train)
+    mesh = build_mesh(plan.layout, "cpu")
+    model = load_model(plan, mesh, torch.float32)
+    optimizer = make_optimizer(model, train)
+    micro = _micro_batches(ROWS, plan, mesh)
+    train_step(model, optimizer, micro, mesh, train, 1e-3)
+    with Recorder():
+        train_step(model, optimizer, micro, mesh, train, 1e-3)
+    planned: Counter[tuple[str, int]] = Counter()
+    for line in traffic(plan, read_facts(model_dir)):
+        planned[line.op, line.num_bytes] += line.count
+    return planned, seen
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    "layout", [{"fsdp": 2}, {"tp": 2}, {"fsdp": 2, "tp": 2}], ids=["fsdp2", "tp2", "fsdp2xtp2"]
+)
+@pytest.mark.parametrize("name", ["LL", "Q3"])
+def test_ledger_equals_what_a_step_runs(
+    tmp_path: Path, name: str, layout: dict[str, int], checkpointing: str
+) -> None:
+    """Count and size of every collective; scalars (loss, norm) are left out."""
+    model = save_model(name, tmp_path / name)
+    num_ranks = layout.get("fsdp", 1) * layout.get("tp", 1)
+    ranks = run_ranks(num_ranks, count_on_rank, str(model), layout, checkpointing)
+    for planned, seen in ranks:
+        large = Counter({key: n for key, n in seen.items() if key[1] > 8})
+        assert large == planned
