@@ -14,6 +14,7 @@ from shardwise.errors import UserError
 from shardwise.models.families import FAMILIES, Family
 
 CONFIG_FILE = "config.json"
+_DEFAULT_WINDOW = 4096  # of transformers' config classes
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -34,6 +35,9 @@ class ModelFacts:
     o_bias: bool
     mlp_bias: bool
     max_positions: int
+    sliding_window: int | None
+    """tokens that a sliding layer sees"""
+    num_sliding_layers: int
     dropout: float
     dtype: str
 
@@ -146,11 +150,13 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in _DTYPE_BYTES:
         raise UserError(f"{source}: dtype {dtype!r} is not one of {', '.join(_DTYPE_BYTES)}.")
+    num_layers = size.required("num_hidden_layers")
+    num_sliding = _num_sliding_layers(config, family, num_layers)
     return ModelFacts(
         family=family,
         hidden_size=hidden_size,
         intermediate_size=size.required("intermediate_size"),
-        num_layers=size.required("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=size.optional("num_key_value_heads", num_heads),
         head_dim=size.optional("head_dim", default_head_dim),
@@ -160,6 +166,8 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         max_positions=size.required("max_position_embeddings"),
+        sliding_window=size.optional("sliding_window", _DEFAULT_WINDOW) if num_sliding else None,
+        num_sliding_layers=num_sliding,
         dropout=float(config.get("attention_dropout") or 0.0),
         dtype=dtype,
     )
@@ -178,6 +186,21 @@ def _family(config: Mapping[str, Any], source: str) -> Family:
             f"the families that are: {', '.join(sorted(FAMILIES))}."
         )
     return FAMILIES[str(model_type)]
+
+
+def _num_sliding_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> int:
+    """Layers with a sliding window, as transformers' config classes decide it."""
+    types = config.get("layer_types")
+    if types:
+        return sum(kind == "sliding_attention" for kind in types)
+    if family.sliding == "all":
+        return num_layers if config.get("sliding_window", _DEFAULT_WINDOW) else 0
+    if family.sliding == "upper":
+        windowed = config.get("use_sliding_window")
+        return max(0, num_layers - int(config.get("max_window_layers", 28))) if windowed else 0
+    if family.sliding == "pattern":
+        return num_layers - num_layers // int(config.get("sliding_window_pattern") or 6)
+    return 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ are not here: they are read from transformers' own tables.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,10 @@ class Family:
     default_head_dim: int | None = None
     """head_dim where the config has none; None: hidden_size / num_attention_heads"""
     tied_by_default: bool = False
+    sliding: Literal["none", "all", "upper", "pattern"] = "none"
+    """which layers have a sliding window where the config has no `layer_types`: all if
+    `sliding_window` is set; those from `max_window_layers` up if `use_sliding_window` is; or all
+    but each `sliding_window_pattern`-th"""
     fp32_norm_output: bool = False
     """whether a norm's scaled output is kept in fp32 until the weight is applied"""
     proved: tuple[str, ...] = ("fsdp", "tp", "fsdp x tp", "serve tp")
@@ -40,8 +45,8 @@ FAMILIES: dict[str, Family] = {
     row.model_type: row
     for row in (
         Family(model_type="llama", norms=_LLAMA_NORMS, qkv_bias=None, o_bias=None, mlp_bias=None),
-        Family(model_type="mistral", norms=_LLAMA_NORMS),
-        Family(model_type="qwen2", norms=_LLAMA_NORMS, qkv_bias=True),
+        Family(model_type="mistral", norms=_LLAMA_NORMS, sliding="all"),
+        Family(model_type="qwen2", norms=_LLAMA_NORMS, qkv_bias=True, sliding="upper"),
         Family(
             model_type="qwen3",
             norms=_LLAMA_NORMS,
@@ -49,6 +54,7 @@ FAMILIES: dict[str, Family] = {
             qkv_bias=None,
             o_bias=None,
             default_head_dim=128,
+            sliding="upper",
         ),
         Family(
             model_type="gemma3_text",
@@ -58,6 +64,7 @@ FAMILIES: dict[str, Family] = {
             o_bias=None,
             default_head_dim=256,
             tied_by_default=True,
+            sliding="pattern",
             fp32_norm_output=True,
         ),
     )

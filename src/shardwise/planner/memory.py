@@ -65,6 +65,17 @@ def activation_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int
     return norms + linears + attention + qk_norms + mlp
 
 
+def masked_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int, seq_len: int) -> int:
+    """What a sliding layer keeps on top of that, once rows are longer than its window.
+
+    Attention gets an explicit mask then: a row of it for each token, in the compute dtype, and a
+    second copy of its output in the order that the next projection needs.
+    """
+    if facts.sliding_window is None or seq_len <= facts.sliding_window:
+        return 0
+    return (seq_len + facts.q_size // tp) * compute_bytes
+
+
 def predict_memory(plan: Plan, facts: ModelFacts) -> Memory:
     """The memory of a plan's worst rank at its peak."""
     parts = _serving(plan, facts) if plan.task == "serve" else _training(plan, facts)
@@ -90,13 +101,15 @@ def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     c = plan.precision.compute_bytes
     own = -(-(facts.num_layers * sizes.layer + sizes.outer) // plan.layout.fsdp)
     tokens = train.micro_batch * train.seq_len
-    kept = activation_bytes_per_token(facts, tp=plan.layout.tp, compute_bytes=c) * tokens
+    tp = plan.layout.tp
+    kept = activation_bytes_per_token(facts, tp=tp, compute_bytes=c) * tokens
+    masked = masked_bytes_per_token(facts, tp=tp, compute_bytes=c, seq_len=train.seq_len) * tokens
     inputs = facts.hidden_size * c * tokens
     last = 3 * facts.hidden_size * FP32 * tokens  # the last norm and the head's input
     if train.checkpointing == "full":
-        activations = facts.num_layers * inputs + kept + last
+        activations = facts.num_layers * inputs + kept + masked + last
     else:
-        activations = facts.num_layers * kept + last
+        activations = facts.num_layers * kept + facts.num_sliding_layers * masked + last
     vocab = -(-facts.vocab_size // plan.layout.tp)
     logits = 2 * vocab * c * tokens + 2 * vocab * FP32 * min(tokens, _LOSS_CHUNK_TOKENS)
     head = facts.vocab_size * facts.hidden_size // plan.layout.tp

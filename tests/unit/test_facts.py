@@ -1,0 +1,94 @@
+"""Facts from config.json, exact to the last parameter against the model transformers builds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import UserError
+from shardwise.models.facts import facts_of_config, read_facts
+from shardwise.models.families import FAMILIES
+from tests.models import MODELS, model_config
+
+SMOLLM2: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+LLAMA_3_1_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_has_the_name_and_shape_that_transformers_gives_it(name: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    built = {key: tuple(param.shape) for key, param in model.named_parameters()}
+    facts = facts_of_config(config.to_dict(), source=name)
+    assert facts.parameter_shapes == built
+    assert facts.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_every_family_of_the_table_is_among_the_models() -> None:
+    assert {model_config(name).model_type for name in MODELS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("config", "count"), [(SMOLLM2, 134_515_008), (LLAMA_3_1_8B, 8_030_261_248)]
+)
+def test_published_parameter_counts(config: dict[str, Any], count: int) -> None:
+    assert facts_of_config(config, source="test").num_parameters == count
+
+
+def test_head_dim_is_not_hidden_size_over_heads() -> None:
+    """Qwen3 gives its own head_dim (bug bank 55)."""
+    facts = facts_of_config(model_config("Q3").to_dict(), source="Q3")
+    assert facts.head_dim == 32
+    assert facts.kv_size == 2 * 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, ["'gpt2'", "llama"]),
+        ({"model_type": None}, ["model_type None"]),
+        ({"hidden_size": None}, ["hidden_size is None"]),
+        ({"num_hidden_layers": "30"}, ["num_hidden_layers is '30'"]),
+        ({"num_key_value_heads": 0}, ["num_key_value_heads is 0"]),
+        ({"dtype": "float8"}, ["'float8'"]),
+        ({"quantization_config": {"bits": 4}}, ["quantised"]),
+    ],
+)
+def test_configs_that_cannot_be_used(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        facts_of_config({**SMOLLM2, **changes}, source="config.json")
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "null"])
+def test_a_broken_config_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_facts(tmp_path)

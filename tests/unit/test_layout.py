@@ -1,0 +1,77 @@
+"""Which layouts are refused, with the two numbers and a value that works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.config import Layout, Plan, Serve, Train
+from shardwise.errors import UserError
+from shardwise.models.facts import ModelFacts, facts_of_config
+from shardwise.planner.layout import check_plan, legal_layouts, legal_tp_sizes, why_illegal
+from tests.models import model_config
+
+
+def facts(name: str, **changes: Any) -> ModelFacts:
+    return facts_of_config({**model_config(name).to_dict(), **changes}, source=name)
+
+
+def test_nine_heads_are_not_cut_in_two() -> None:
+    """Refused at plan time with the sizes that work (bug bank 26)."""
+    reason = why_illegal(Layout(tp=2), facts("ODD"), task="full")
+    assert reason == "tp=2 does not divide the model's 9 attention heads; tp sizes that work: 1, 3"
+    assert why_illegal(Layout(tp=3), facts("ODD"), task="full") is None
+    for count in (2, 4):
+        assert all(layout.tp == 1 for layout in legal_layouts(facts("ODD"), count, task="full"))
+
+
+def test_more_ranks_than_kv_heads_are_refused() -> None:
+    """Listing the sizes that work (bug bank 25)."""
+    reason = why_illegal(Layout(tp=4), facts("LL"), task="full")
+    assert reason == "tp=4 does not divide the model's 2 KV heads; tp sizes that work: 1, 2"
+    one_head = facts("LL", num_key_value_heads=1)
+    reason = why_illegal(Layout(tp=2), one_head, task="serve")
+    assert reason == "tp=2 does not divide the model's 1 KV heads; tp sizes that work: 1"
+
+
+def test_sizes_must_divide_the_feed_forward_width_too() -> None:
+    assert legal_tp_sizes(facts("LL", intermediate_size=129)) == [1]
+    reason = why_illegal(Layout(tp=2), facts("LL", intermediate_size=129), task="full")
+    assert reason is not None
+    assert "129 feed-forward columns" in reason
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp", "cp", "ep"])
+def test_axes_that_are_not_built_are_refused_by_name(axis: str) -> None:
+    reason = why_illegal(Layout(**{axis: 2}), facts("LL"), task="full")
+    assert reason is not None
+    assert reason.startswith(f"{axis}=2:")
+
+
+def test_serving_does_not_shard_with_fsdp() -> None:
+    reason = why_illegal(Layout(fsdp=2), facts("LL"), task="serve")
+    assert reason == "fsdp=2: serving shards with tp only; set fsdp=1"
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "words"),
+    [
+        ({"train": Train(seq_len=300)}, {}, ["seq_len=300", "256"]),
+        ({"train": Train(global_batch=1), "layout": Layout(fsdp=2)}, {}, ["global_batch=1", "2"]),
+        ({}, {"attention_dropout": 0.1}, ["attention_dropout=0.1", "0.0"]),
+        ({"task": "serve", "serve": Serve(context=300)}, {}, ["context=300", "256"]),
+    ],
+)
+def test_settings_that_cannot_run(
+    plan: dict[str, Any], changes: dict[str, Any], words: list[str]
+) -> None:
+    asked = Plan(**{"model": "x", "task": "full", "layout": Layout(), **plan})
+    with pytest.raises(UserError) as caught:
+        check_plan(asked, facts("LL", **changes))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_sequence_length_that_nobody_set_follows_the_model() -> None:
+    plan = check_plan(Plan(model="x", task="full", layout=Layout()), facts("LL"))
+    assert plan.train.seq_len == 256

@@ -1,0 +1,28 @@
+"""Learning rates: a function of the optimizer step and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.config import Train
+from shardwise.trainer.optim import learning_rate_at
+
+
+def test_warm_up_then_cosine_to_zero_after_the_last_step() -> None:
+    """The list of a 20-step run with 5 steps of warm-up (bug bank 17)."""
+    train = Train(learning_rate=1.0, warmup_steps=5, schedule="cosine")
+    rates = [learning_rate_at(step, 20, train) for step in range(21)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5] == 1.0
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert all(rate > 0 for rate in rates[:20])
+    assert rates[20] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle"), [("constant", 1.0), ("linear", 0.5), ("cosine", 0.5)]
+)
+def test_schedules(schedule: str, middle: float) -> None:
+    train = Train(learning_rate=1.0, schedule=schedule)  # type: ignore[arg-type]
+    assert learning_rate_at(0, 10, train) == 1.0
+    assert learning_rate_at(5, 10, train) == pytest.approx(middle)

@@ -1,0 +1,162 @@
+"""The planner's answer: in order, with reasons, and the same every time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.config import GIB
+from shardwise.planner.machine import Machine, Timing
+from shardwise.planner.report import to_json, verdict_text
+from shardwise.planner.search import Answer
+from tests.unit.test_facts import LLAMA_3_1_8B, SMOLLM2
+
+MACHINE = Machine(
+    date="2026-11-30",
+    host="test",
+    num_processes=2,
+    matmul_flops={"fp32": 1e11, "bf16": 3e11},
+    memory_bytes_per_s=1e10,
+    collectives=[
+        Timing(op=op, num_bytes=size, seconds=1e-4 + size / 1e9)
+        for op in ("all_reduce", "all_gather", "reduce_scatter")
+        for size in (2**16, 2**20, 2**26)
+    ],
+)
+
+
+@pytest.fixture
+def smol(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    return tmp_path
+
+
+def ask(model: Path, gpus: str, memory_gib: float, *overrides: str) -> Answer:
+    settings = ["train.seq_len=160", "train.global_batch=4", "train.micro_batch=2", *overrides]
+    return shardwise.plan(model, gpus=gpus, memory_gib=memory_gib, overrides=settings)
+
+
+def test_what_fits_one_device_needs_no_sharding(smol: Path) -> None:
+    answer = ask(smol, "cpu:1", 8.0)
+    assert answer.verdict == "fits_one_device"
+    assert answer.chosen is answer.single
+    assert "no sharding is needed" in verdict_text(answer)
+
+
+def test_a_cheaper_setting_comes_before_sharding(smol: Path) -> None:
+    answer = ask(smol, "cpu:1", 3.1)
+    assert answer.verdict == "fits_compressed"
+    assert answer.chosen is not None
+    assert answer.chosen.plan.train.micro_batch == 1
+    assert answer.chosen.memory.total <= 3.1 * GIB
+
+
+def test_what_nothing_else_helps_is_sharded(smol: Path) -> None:
+    answer = ask(smol, "cpu:2", 2.5)
+    assert answer.verdict == "shard"
+    assert answer.chosen is not None
+    assert answer.chosen.plan.layout.fsdp == 2
+    assert (
+        "tp=2",
+        "tp=2 does not divide the model's 9 attention heads; tp sizes that work: 1, 3",
+    ) in (answer.rejected)
+    assert len(answer.levers) == 3
+    assert not any(lever.fits for lever in answer.levers)
+
+
+def test_the_impossible_says_what_would_be_needed(smol: Path) -> None:
+    answer = ask(smol, "cpu:2", 1.0)
+    assert answer.verdict == "impossible"
+    assert answer.chosen is None
+    assert "No layout over the given devices fits" in verdict_text(answer)
+    assert "1, 3" in verdict_text(answer)
+    assert any("fsdp=2" in name and "GiB" in reason for name, reason in answer.rejected)
+
+
+def test_three_devices_can_split_three_kv_heads(smol: Path) -> None:
+    answer = ask(smol, "cpu:3", 2.0, "train.global_batch=6")
+    names = [name for name, _ in answer.rejected] + [answer.chosen.name if answer.chosen else ""]
+    assert any(name.startswith("tp=3") for name in names)
+
+
+def test_a_layout_of_the_user_is_judged_and_not_replaced(smol: Path) -> None:
+    layout = shardwise.Layout(fsdp=2)
+    answer = shardwise.plan(smol, gpus="cpu:2", memory_gib=9.0, layout=layout)
+    assert answer.chosen is not None
+    assert answer.chosen.plan.layout == layout
+    with pytest.raises(shardwise.UserError, match="needs 4 devices, the plan has 2"):
+        shardwise.plan(smol, gpus="cpu:2", layout=shardwise.Layout(fsdp=4))
+    with pytest.raises(shardwise.UserError, match="9 attention heads"):
+        shardwise.plan(smol, gpus="cpu:2", layout=shardwise.Layout(tp=2))
+
+
+def test_a_stricter_capacity_never_makes_more_fit(smol: Path) -> None:
+    fits = [ask(smol, "cpu:2", gib / 4).chosen is not None for gib in range(2, 20)]
+    assert fits == sorted(fits)
+
+
+def test_the_same_question_gets_the_same_answer(smol: Path) -> None:
+    first, second = (json.dumps(to_json(ask(smol, "cpu:4", 2.0))) for _ in range(2))
+    assert first == second
+
+
+def test_the_chosen_plan_is_complete_and_carries_its_evidence(smol: Path) -> None:
+    answer = shardwise.plan(smol, gpus="cpu:2", memory_gib=3.0, machine=MACHINE)
+    assert answer.chosen is not None
+    predicted = answer.chosen.plan.predicted
+    assert predicted is not None
+    assert predicted.memory == answer.chosen.memory
+    assert predicted.step_s == pytest.approx(answer.chosen.step_s)
+    assert "measured 2026-11-30" in predicted.step_evidence
+    unmeasured = ask(smol, "cpu:2", 3.0).chosen
+    assert unmeasured is not None
+    assert unmeasured.step_s is None
+    assert unmeasured.plan.predicted is not None
+    assert "shardwise probe" in unmeasured.plan.predicted.step_evidence
+
+
+def test_json_holds_what_programs_read(smol: Path) -> None:
+    data = json.loads(json.dumps(to_json(ask(smol, "cpu:2", 2.5))))
+    assert data["verdict"] == "shard"
+    worst = data["memory"]["worst_rank"]
+    parts = [value for part, value in worst.items() if part != "total"]
+    assert worst["total"] == pytest.approx(sum(parts), abs=1e-3)
+    assert data["memory"]["capacity"] == 2.5
+    assert {"option", "reason"} == set(data["rejected"][0])
+    assert data["plan"]["layout"]["fsdp"] == 2
+    assert {line["group"] for line in data["traffic"]} == {"fsdp"}
+
+
+def test_an_8b_model_on_one_and_on_eight_gpus(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    one = shardwise.plan(tmp_path, gpus="1xH100-80GB", overrides=["train.seq_len=4096"])
+    assert one.verdict == "impossible"  # 16 bytes a parameter are 120 GiB
+    eight = shardwise.plan(tmp_path, gpus="8xH100-80GB", overrides=["train.seq_len=4096"])
+    assert eight.verdict == "shard"
+    assert eight.chosen is not None
+    assert eight.chosen.plan.layout.world_size == 8
+    assert eight.chosen.plan.precision.compute == "bf16"
+
+
+@pytest.mark.parametrize("size", [2**16, 2**18, 2**20, 2**23, 2**26, 2**28])
+def test_collective_times_are_interpolated_and_grow(size: int) -> None:
+    seconds = MACHINE.collective_s("all_gather", size)
+    assert 0 < seconds <= MACHINE.collective_s("all_gather", 2 * size)
+    assert seconds == pytest.approx(1e-4 + size / 1e9, rel=0.6)
+
+
+@pytest.mark.parametrize(
+    "gpus", ["", "cpu:0", "cpu:x", "0xH100-80GB", "8xH1000", "8", "x", "cpu:-1"]
+)
+def test_devices_that_do_not_exist(smol: Path, gpus: str) -> None:
+    with pytest.raises(shardwise.UserError, match="--gpus"):
+        shardwise.plan(smol, gpus=gpus)
+
+
+@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan")])
+def test_memory_must_be_above_nothing(smol: Path, memory: float) -> None:
+    with pytest.raises(shardwise.UserError, match="memory_gib"):
+        shardwise.plan(smol, gpus="cpu:2", memory_gib=memory)
