@@ -32,8 +32,8 @@ MODEL=$(python examples/get_smollm2.py | tail -n 1)
 say "2. How fast are two processes on this machine?"
 run shardwise probe --processes 2 --out "$OUT/cluster.yaml"
 
-say "3. Does it fit? Two CPU devices with 2.5 GiB each."
-run shardwise plan "$MODEL" --gpus cpu:2 --memory 2.5 --seq-len 160 \
+say "3. Does it fit? Two CPU devices with 2 GiB each."
+run shardwise plan "$MODEL" --gpus cpu:2 --memory 2 --seq-len 160 \
   --global-batch 4 --micro-batch 2 --cluster "$OUT/cluster.yaml" \
   --set train.learning_rate=2e-4 --set "train.max_steps=$STEPS" --out "$OUT/plan.yaml"
 

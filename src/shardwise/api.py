@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shardwise.config import Layout, Plan, Precision, parse, with_overrides
-from shardwise.models.facts import read_facts
+from shardwise.models.facts import ModelFacts, read_facts
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
 from shardwise.planner.search import Answer, search
+from shardwise.weights.index import open_index, verify
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +34,7 @@ def plan(
     """Find out whether a model needs sharding for a task, and how to shard it. Uses no torch.
 
     Args:
-        model: directory with config.json (weights are not needed for planning).
+        model: directory with config.json, or that file (weights are not needed for planning).
         task: "full" fine-tuning, or "serve".
         gpus: devices, like "cpu:2" or "8xH100-80GB".
         memory_gib: memory of one device in GiB; None: the catalogue's, or an equal part of this
@@ -45,7 +47,8 @@ def plan(
         The verdict and, if there is a way, `chosen.plan`. Memory is in bytes, times in seconds.
 
     Raises:
-        UserError: the model, the devices or a value cannot be used.
+        UserError: the model, the devices or a value cannot be used, or weights are there but not
+            whole.
     """
     devices = parse_devices(gpus, memory_gib)
     asked = parse(
@@ -60,7 +63,16 @@ def plan(
         source="plan",
     )
     asked = with_overrides(asked, overrides)
-    return search(asked, read_facts(model), machine, fixed=layout is not None)
+    facts = read_facts(model)
+    answer = search(asked, facts, machine, fixed=layout is not None)
+    return replace(answer, notes=_weight_notes(Path(model), facts))
+
+
+def _weight_notes(model: Path, facts: ModelFacts) -> tuple[str, ...]:
+    """Verify the weights of a model directory; planning needs none, but broken ones are told."""
+    if not any(next(model.glob(pattern), None) for pattern in ("*.safetensors*", "*.bin")):
+        return ("no weights here: planned from config.json alone",)
+    return verify(open_index(model), facts.parameter_shapes, tied=facts.tied)
 
 
 def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -72,7 +72,7 @@ def shardwise(
 
 @app.command(
     epilog=_example(
-        "shardwise plan ./SmolLM2-135M-Instruct --gpus cpu:2 --memory 2.5 --seq-len 160 "
+        "shardwise plan ./SmolLM2-135M-Instruct --gpus cpu:2 --memory 2 --seq-len 160 "
         "--out plan.yaml",
         "shardwise plan ./Llama-3.1-8B --gpus 8xH100-80GB --seq-len 8192",
     )

@@ -82,6 +82,14 @@ def test_three_devices_can_split_three_kv_heads(smol: Path) -> None:
     assert any(name.startswith("tp=3") for name in names)
 
 
+def test_broken_weights_are_told_while_planning(smol: Path) -> None:
+    """And weights that are not there at all are noted (bug bank 37)."""
+    assert ask(smol, "cpu:2", 2.5).notes == ("no weights here: planned from config.json alone",)
+    (smol / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(shardwise.UserError, match=r"model\.safetensors is not a whole"):
+        ask(smol, "cpu:2", 2.5)
+
+
 def test_a_layout_of_the_user_is_judged_and_not_replaced(smol: Path) -> None:
     layout = shardwise.Layout(fsdp=2)
     answer = shardwise.plan(smol, gpus="cpu:2", memory_gib=9.0, layout=layout)

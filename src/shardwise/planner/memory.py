@@ -15,7 +15,7 @@ from shardwise.models.facts import ModelFacts
 
 FP32 = 4
 _LOSS_CHUNK_TOKENS = 256  # as in trainer/loss.py: rows of the logits in fp32 at a time
-_RUNTIME_BYTES = {"cpu": int(0.40 * GIB), "accelerator": int(1.0 * GIB)}
+_RUNTIME_BYTES = {"cpu": int(0.36 * GIB), "accelerator": int(1.0 * GIB)}
 """What a process holds before any tensor. CPU: interpreter, torch and transformers, measured with
 torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0.4 GiB."""
 _SLACK = {"cpu": 0.03, "accelerator": 0.15}
@@ -110,16 +110,13 @@ def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
         activations = facts.num_layers * inputs + kept + masked + last
     else:
         activations = facts.num_layers * kept + facts.num_sliding_layers * masked + last
-    vocab = -(-facts.vocab_size // plan.layout.tp)
-    logits = 2 * vocab * c * tokens + 2 * vocab * FP32 * min(tokens, _LOSS_CHUNK_TOKENS)
-    head = facts.vocab_size * facts.hidden_size // plan.layout.tp
     gathered = sizes.outer * c
     one_pass = train.num_micro_batches(plan.layout) == 1
     at_loss = {
         "gradients": 0 if one_pass else own * FP32,  # of the micro-batches before this one
         "activations": activations,
-        "logits": logits,
-        "buffers": gathered + head * c + 2 * sizes.layer * c,
+        "logits": _logits(plan, facts, tokens),
+        "buffers": gathered + 2 * sizes.layer * c,
     }
     at_end = {
         "gradients": own * FP32,
@@ -130,6 +127,16 @@ def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     peak = max(at_loss, at_end, key=lambda parts: sum(parts.values()))
     states = {"weights": own * FP32, "optimizer": 2 * own * FP32}
     return {**states, **peak, "kv_cache": 0}
+
+
+def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
+    """The logits with their gradient and one fp32 chunk (two from bf16), or, a moment later, the
+    gradient alone with that of the head's weight."""
+    vocab, c = -(-facts.vocab_size // plan.layout.tp), plan.precision.compute_bytes
+    chunks = 1 if c == FP32 else 2
+    chunk = chunks * vocab * FP32 * min(tokens, _LOSS_CHUNK_TOKENS)
+    one = vocab * c * tokens
+    return max(2 * one + chunk, one + vocab * facts.hidden_size * c)
 
 
 def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:

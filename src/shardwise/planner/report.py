@@ -67,6 +67,7 @@ def render(answer: Answer) -> RenderableType:
         states = gib(state_bytes(facts))
         note = f"weights, gradients and moments alone take 16 bytes a parameter: {states}"
         parts.append(Text(note, style="dim"))
+    parts += [Text(f"note: {note}", style="dim") for note in answer.notes]
     parts.append(_memory_table(answer))
     if answer.levers:
         parts += [Text("on one device, would a cheaper setting do?"), _levers(answer)]
@@ -100,6 +101,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "memory": MEMORY_EVIDENCE,
             "time": predicted.step_evidence if predicted else None,
         },
+        "notes": list(answer.notes),
         "parameters": answer.facts.num_parameters,
         "plan": chosen.plan.model_dump(exclude_none=True) if chosen else None,
     }
@@ -117,7 +119,7 @@ def _traffic(option: Option, answer: Answer) -> list[dict[str, Any]]:
 def _memory_table(answer: Answer) -> RenderableType:
     single, chosen = answer.single, answer.chosen
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("bytes per device")
+    table.add_column("bytes per device, at its peak moment")
     table.add_column("one device", justify="right")
     both = chosen is not None and chosen is not single
     if both:
@@ -126,7 +128,7 @@ def _memory_table(answer: Answer) -> RenderableType:
         values = [getattr(single.memory, part)]
         values += [getattr(chosen.memory, part)] if both and chosen else []
         if any(values):
-            table.add_row(name, *(gib(value) for value in values))
+            table.add_row(name, *(gib(value) if value else "none yet" for value in values))
     totals = [single, *([chosen] if both and chosen else [])]
     table.add_row("[b]total[/b]", *(f"[b]{gib(o.memory.total)}[/b]" for o in totals))
     table.add_row("a device has", *(gib(o.capacity) for o in totals))

