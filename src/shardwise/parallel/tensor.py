@@ -9,6 +9,7 @@ tensors, which costs a third of DTensor dispatch and keeps the embedding's gradi
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,33 @@ from shardwise.parallel.collectives import copy_to_group, gather_last_dim, sum_o
 from shardwise.parallel.mesh import Mesh
 
 Forward = Callable[..., torch.Tensor]
-Wrap = Callable[[nn.Module, Forward, dist.ProcessGroup], Forward]
+
+
+class TensorGroup:
+    """The ranks of the `tp` axis, as the modules below one parent see them.
+
+    Column-parallel modules that read the same tensor (q, k and v; gate and up) share one copy of
+    it, so that their gradients are added up locally and cross the ranks once.
+    """
+
+    def __init__(self, ranks: dist.ProcessGroup, num_columns: int) -> None:
+        self.ranks = ranks
+        self._num_columns = num_columns
+        self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._num_left = 0
+
+    def copy_input(self, x: torch.Tensor) -> torch.Tensor:
+        """The copy of a column-parallel input; kept only until each sibling has had it."""
+        if self._shared is None or self._shared[0] is not x:
+            self._shared, self._num_left = (x, copy_to_group(x, self.ranks)), self._num_columns
+        _, copy = self._shared
+        self._num_left -= 1
+        if self._num_left <= 0:
+            self._shared = None
+        return copy
+
+
+Wrap = Callable[[nn.Module, Forward, TensorGroup], Forward]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +93,24 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, gather_logits: bool) 
     Args:
         gather_logits: whether the head returns whole logits [..., vocab] or this rank's chunk.
     """
+    rules = tensor_rules(model)
+    columns = Counter(_parent(path) for path, name in rules.items() if name == COLUMN)
+    groups: dict[str, TensorGroup] = {}
     shared: dict[nn.Parameter, nn.Parameter] = {}  # so that tied weights stay one parameter
-    for path, name in tensor_rules(model).items():
+    for path, name in rules.items():
+        parent = _parent(path)
+        group = groups.setdefault(parent, TensorGroup(mesh.group("tp"), columns[parent]))
         module = model.get_submodule(path)
         if name == GATHERED_COLUMN and not gather_logits:
             name = COLUMN
         style = STYLES[name]
         _shard(module, "weight", style.weight_dim, mesh, shared)
         _shard(module, "bias", style.bias_dim, mesh, shared)
-        module.forward = style.wrap(module, module.forward, mesh.group("tp"))
+        module.forward = style.wrap(module, module.forward, group)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def _shard(
@@ -112,40 +148,40 @@ def _local(module: nn.Module, name: str) -> Any:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-def _column(module: nn.Module, inner: Forward, group: dist.ProcessGroup) -> Forward:
+def _column(module: nn.Module, inner: Forward, group: TensorGroup) -> Forward:
     """Split the output: every rank has some of the columns of y = x W."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         weights = {n: _local(module, n) for n in module._parameters}
         with _using(module, **weights):
-            return inner(copy_to_group(x, group))
+            return inner(group.copy_input(x))
 
     return forward
 
 
-def _gathered_column(module: nn.Module, inner: Forward, group: dist.ProcessGroup) -> Forward:
+def _gathered_column(module: nn.Module, inner: Forward, group: TensorGroup) -> Forward:
     """As column, with the output put together again (for inference)."""
     column = _column(module, inner, group)
     size = _weight(module).shape[0]
-    return lambda x: gather_last_dim(column(x), size, group)
+    return lambda x: gather_last_dim(column(x), size, group.ranks)
 
 
-def _row(module: nn.Module, inner: Forward, group: dist.ProcessGroup) -> Forward:
+def _row(module: nn.Module, inner: Forward, group: TensorGroup) -> Forward:
     """Split the input: every rank has a partial sum of y; the bias is added once, after it."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         bias = module._parameters.get("bias")
         hidden = {"bias": None} if bias is not None else {}
         with _using(module, weight=_local(module, "weight"), **hidden):
-            y = sum_over_group(inner(x), group)
+            y = sum_over_group(inner(x), group.ranks)
         return y if bias is None else y + bias
 
     return forward
 
 
-def _vocab_embedding(module: nn.Module, inner: Forward, group: dist.ProcessGroup) -> Forward:
+def _vocab_embedding(module: nn.Module, inner: Forward, group: TensorGroup) -> Forward:
     """Split the vocabulary: ids of other ranks' rows give zeros here, and the sum is the row."""
-    rows = vocab_range(_weight(module).shape[0], group)
+    rows = vocab_range(_weight(module).shape[0], group.ranks)
     padding = module.padding_idx
     # the row whose gradient the embedding leaves out, in this rank's numbering
     module.padding_idx = padding - rows.start if padding is not None and padding in rows else None
@@ -154,16 +190,16 @@ def _vocab_embedding(module: nn.Module, inner: Forward, group: dist.ProcessGroup
         elsewhere = (ids < rows.start) | (ids >= rows.stop)
         with _using(module, weight=_local(module, "weight")):
             x = inner((ids - rows.start).masked_fill(elsewhere, 0))
-        return sum_over_group(x.masked_fill(elsewhere.unsqueeze(-1), 0), group)
+        return sum_over_group(x.masked_fill(elsewhere.unsqueeze(-1), 0), group.ranks)
 
     return forward
 
 
-def _partial_gradient(module: nn.Module, inner: Forward, group: dist.ProcessGroup) -> Forward:
+def _partial_gradient(module: nn.Module, inner: Forward, group: TensorGroup) -> Forward:
     """A replicated weight that each rank applies to its own heads: its gradients are summed."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        with _using(module, weight=copy_to_group(_local(module, "weight"), group)):
+        with _using(module, weight=copy_to_group(_local(module, "weight"), group.ranks)):
             return inner(x)
 
     return forward

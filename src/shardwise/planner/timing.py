@@ -53,8 +53,8 @@ def traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
     ZeRO-3 gathers each layer twice a micro-batch (forward and backward) and the outer group once,
     in the compute dtype, and reduces the gradients in fp32. Tensor parallelism sums the outputs of
     attention and MLP forward (attention again when activations are recomputed, which stops at the
-    last thing that is needed), the gradients of the five column-parallel inputs and of q and k
-    norms backward, and three numbers a token for the loss. Scalars (loss, norm) are left out.
+    last thing that is needed), the gradients of their two inputs and of q and k norms backward,
+    and three numbers a token for the loss. Scalars (loss, norm) are left out.
 
     tests/ranks/test_traffic.py compares it with the collectives that a real step runs.
     """
@@ -78,7 +78,7 @@ def traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
     if layout.tp > 1:
         tokens = plan.train.micro_batch * plan.train.seq_len
         layers = facts.num_layers * num_micro
-        hidden = layers * (8 if recompute else 7) + 2 * num_micro
+        hidden = layers * (5 if recompute else 4) + 2 * num_micro
         sums = [
             (hidden, tokens * facts.hidden_size * c),
             (2 * layers if facts.family.qk_norm else 0, facts.head_dim * c),
