@@ -1,0 +1,87 @@
+"""Planned against measured, on real processes of a model large enough to be measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.trainer.report import compare
+from tests.tokenizer import save_tokenizer
+
+SHAPE = {  # of SmolLM2-135M, less deep, with random weights
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    folder = tmp_path_factory.mktemp("planned") / "model"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=torch.bfloat16).save_pretrained(
+        folder
+    )
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that are all longer than any sequence length used here."""
+    file = tmp_path_factory.mktemp("planned") / "rows.jsonl"
+    turn = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "on and " * 200}]
+    file.write_text("".join(json.dumps({"messages": turn}) + "\n" for _ in range(16)))
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ({"fsdp": 1}, []),
+        ({"fsdp": 2}, []),
+        ({"fsdp": 2}, ["precision.compute=bf16"]),
+        ({"fsdp": 2}, ["train.checkpointing=full", "train.global_batch=8"]),
+        ({"tp": 3}, []),
+        ({"fsdp": 2, "tp": 3}, []),
+    ],
+    ids=["one", "fsdp2", "fsdp2 bf16", "fsdp2 recompute", "tp3", "fsdp2 x tp3"],
+)
+def test_peak_memory_is_as_planned(
+    model: Path, rows: Path, tmp_path: Path, layout: dict[str, int], settings: list[str]
+) -> None:
+    """The worst rank's peak is within 8% of the plan (no time is asserted: machines are shared)."""
+    pytest.importorskip("resource")
+    shape = shardwise.Layout(**layout)
+    answer = shardwise.plan(
+        model,
+        gpus=f"cpu:{shape.world_size}",
+        memory_gib=20.0,
+        layout=shape,
+        overrides=[
+            "train.seq_len=256",
+            "train.micro_batch=2",
+            "train.global_batch=4",
+            "train.max_steps=3",
+            *settings,
+        ],
+    )
+    assert answer.chosen is not None
+    shardwise.train(answer.chosen.plan, data=rows, out=tmp_path / "run")
+    *peaks, step = compare(tmp_path / "run")
+    assert len(peaks) == shape.world_size
+    worst = max(row.measured for row in peaks if row.measured is not None)
+    assert peaks[0].planned == pytest.approx(worst, rel=0.08)
+    assert step.measured is not None
