@@ -229,6 +229,8 @@ def probe(
     from shardwise import console
     from shardwise.launch.start import start_probe
 
+    if not as_json:
+        console.out.print(f"measuring with {processes} process(es), about ten seconds ...")
     machine = start_probe(processes, kind)
     if out is not None:
         machine.save(out)

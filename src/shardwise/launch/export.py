@@ -32,11 +32,9 @@ def start_export(source: Path, out: Path, dtype: str | None, *, check: bool) -> 
     index = open_index(directory)
     for warning in verify(index, facts.parameter_shapes, tied=facts.tied):
         console.out.print(f"note: {warning}")
+    console.out.print(f"writing {len(facts.parameter_shapes)} tensors to {out} ...")
     num_bytes = export_model(index, facts, out, DTYPES[name])
-    console.out.print(
-        f"exported {directory} to {out}: {len(facts.parameter_shapes)} tensors, "
-        f"{console.gib(num_bytes)}, {name}"
-    )
+    console.out.print(f"exported {directory}: {console.gib(num_bytes)}, {name}")
     if not check:
         return
     console.out.print(f"comparing plain transformers with the sharded model ({plan.layout}) ...")

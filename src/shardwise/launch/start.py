@@ -81,7 +81,9 @@ def start_train(
 
         run_as_rank(prepare, device, plan.train.timeout_s)
     else:
-        run_local(prepare())
+        job = prepare()
+        _announce(plan, "train")
+        run_local(job)
 
 
 def start_serve(plan: Plan) -> None:
@@ -95,6 +97,7 @@ def start_serve(plan: Plan) -> None:
     check_model(plan)
     load_tokenizer(plan.model)
     _check_port(plan.serve.host, plan.serve.port)
+    _announce(plan, "serve")
     with _temporary_folder() as folder:
         run_local(_job("serve", plan, folder, device_type(plan), plan.serve.timeout_s))
 
@@ -164,6 +167,12 @@ def load_tokenizer(model: str) -> Any:
             f"{Path(model) / 'chat_template.jinja'}."
         )
     return tokenizer
+
+
+def _announce(plan: Plan, verb: str) -> None:
+    count = plan.layout.world_size
+    processes = "1 process" if count == 1 else f"{count} processes"
+    console.out.print(f"starting {processes} to {verb} ({plan.layout}) ...")
 
 
 def _require_task(plan: Plan, task: Literal["full", "serve"]) -> None:

@@ -77,7 +77,11 @@ def run_train(plan: Plan, folder: Path, mesh: Mesh) -> None:
     Continues from the newest complete checkpoint of the run's folder, if there is one. The first
     rank writes metrics and what was measured; every rank writes its shards of the checkpoints.
     """
+    began = time.perf_counter()
     run = _set_up(plan, folder, mesh)
+    if run.is_first:
+        seconds = time.perf_counter() - began
+        console.out.print(f"each rank has loaded its shards ({seconds:.1f} s)")
     before = _evaluate(run)
     if run.is_first and before is not None:
         console.out.print(f"evaluation loss at step {run.start}: [b]{before:.4f}[/b]")
@@ -163,6 +167,8 @@ def _batches(run: Run, rows: Rows, numbers: Sequence[int]) -> list[Batch]:
 def _evaluate(run: Run) -> float | None:
     if run.eval_rows is None:
         return None
+    if run.is_first:
+        console.out.print(f"evaluating {len(run.eval_rows)} rows ...")
     batches = _batches(run, run.eval_rows, range(len(run.eval_rows)))
     return evaluate(run.model, batches, run.mesh)
 
