@@ -40,7 +40,11 @@ class Layout(Config):
     pp: int = Field(default=1, ge=1, description="pipeline stages")
     cp: int = Field(default=1, ge=1, description="ranks that split the sequence")
     ep: int = Field(default=1, ge=1, description="ranks that split the experts")
-    zero: Literal[3] = Field(default=3, description="ZeRO stage of the fsdp axis")
+    zero: Literal[1, 2, 3] = Field(
+        default=3,
+        description="what the fsdp axis gathers: 3 each layer when it is needed; 2 once a "
+        "micro-batch; 1 once a step, with one reduction of the gradients",
+    )
 
     @property
     def world_size(self) -> int:
@@ -52,9 +56,23 @@ class Layout(Config):
         """Number of ranks that read different rows."""
         return self.dp * self.fsdp
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered parameters stay from a forward pass to its backward pass."""
+        return self.fsdp > 1 and self.zero < 3
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients cross ranks once a step and not once a micro-batch.
+
+        Without sharding (`fsdp=1`) a rank holds whole gradients anyway, so waiting costs nothing.
+        """
+        return self.zero == 1 or self.fsdp == 1
+
     def __str__(self) -> str:
         axes = {a: getattr(self, a) for a in ("pp", "dp", "fsdp", "cp", "tp", "ep")}
-        return " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1) or "one process"
+        text = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1) or "one process"
+        return f"{text} (ZeRO-{self.zero})" if self.fsdp > 1 else text
 
 
 class Devices(Config):

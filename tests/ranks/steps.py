@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,7 @@ def run_steps(
     model_dir: Path, layout: dict[str, int], batches: Sequence[Sequence[Row]], **train: Any
 ) -> list[list[RankStep]]:
     """Train on each batch in turn; result[rank][step]."""
-    num_ranks = 1
-    for size in layout.values():
-        num_ranks *= size
+    num_ranks = math.prod(size for axis, size in layout.items() if axis != "zero")
     return run_ranks(num_ranks, _train_on_rank, str(model_dir), layout, batches, train)
 
 

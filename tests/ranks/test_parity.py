@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from shardwise.models.families import FAMILIES
+from shardwise.models.families import ALL_KINDS, FAMILIES
 from tests.models import MODELS, model_config, save_model
 from tests.oracle import LOSS_RTOL, NORM_RTOL, AdamW, OracleStep, assert_close, run_oracle
 from tests.ranks.steps import RAGGED, random_rows, run_steps
@@ -18,6 +18,9 @@ EPS = 1e-3  # with 1e-8, a gradient of rounding noise would decide the first upd
 BATCHES = [random_rows(RAGGED, seed=seed) for seed in range(NUM_STEPS)]
 ONE, FSDP2, FSDP4, TP2, TP3 = {"fsdp": 1}, {"fsdp": 2}, {"fsdp": 4}, {"tp": 2}, {"tp": 3}
 BOTH = {"fsdp": 2, "tp": 2}
+DP2, DP2TP2, HYBRID = {"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "fsdp": 2}
+ZERO1, ZERO2 = {"fsdp": 2, "zero": 1}, {"fsdp": 2, "zero": 2}
+DATA = (DP2, DP2TP2, HYBRID, ZERO1, ZERO2, {**HYBRID, "zero": 1}, {**BOTH, "zero": 1})
 
 FAST = [
     ("LL", TP2),
@@ -28,12 +31,16 @@ FAST = [
     ("ODD", FSDP2),
     ("Q3", BOTH),
     ("G3", TP2),
+    ("LL", DP2),
+    ("LL321T", HYBRID),
+    ("ODD", ZERO1),
+    ("Q3", ZERO2),
 ]
 SLOW = [
     (name, layout)
     for name in MODELS
-    for layout in ((ONE, FSDP2, FSDP4, TP3) if name == "ODD" else (ONE, FSDP2, FSDP4, TP2, BOTH))
-    if (name, layout) not in FAST
+    for layout in (ONE, FSDP2, FSDP4, TP2, TP3, BOTH, *DATA)
+    if layout.get("tp", 1) in ((1, 3) if name == "ODD" else (1, 2)) and (name, layout) not in FAST
 ]
 
 
@@ -100,9 +107,19 @@ def test_every_claimed_family_and_kind_is_in_the_matrix() -> None:
     """docs/capabilities.md says "proved" only of what runs here."""
     proved = {(model_config(name).model_type, layout_id(layout)) for name, layout in FAST + SLOW}
     for family in FAMILIES.values():
-        kinds = {"fsdp": "fsdp2", "tp": "tp2", "fsdp x tp": "fsdp2xtp2"}
-        for kind, layout in kinds.items():
-            assert kind not in family.proved or (family.model_type, layout) in proved
+        kinds = {
+            "fsdp": "fsdp2",
+            "ZeRO-1": "fsdp2xzero1",
+            "ZeRO-2": "fsdp2xzero2",
+            "dp": "dp2",
+            "dp x fsdp": "dp2xfsdp2",
+            "tp": "tp2",
+            "fsdp x tp": "fsdp2xtp2",
+            "dp x tp": "dp2xtp2",
+        }
+        assert set(kinds) == set(ALL_KINDS) - {"serve tp"}
+        for kind in set(kinds) & set(family.proved):
+            assert (family.model_type, kinds[kind]) in proved
 
 
 @pytest.mark.parametrize("layout", [FSDP2, BOTH], ids=layout_id)

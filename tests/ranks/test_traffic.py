@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,18 @@ def count_on_rank(rank: int, model_dir: str, layout: dict[str, int], checkpointi
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize(
-    "layout", [{"fsdp": 2}, {"tp": 2}, {"fsdp": 2, "tp": 2}], ids=["fsdp2", "tp2", "fsdp2xtp2"]
+    "layout",
+    [
+        {"fsdp": 2},
+        {"fsdp": 2, "zero": 2},
+        {"fsdp": 2, "zero": 1},
+        {"dp": 2},
+        {"dp": 2, "fsdp": 2},
+        {"dp": 2, "fsdp": 2, "zero": 1},
+        {"tp": 2},
+        {"fsdp": 2, "tp": 2},
+    ],
+    ids=lambda layout: "x".join(f"{axis}{size}" for axis, size in layout.items()),
 )
 @pytest.mark.parametrize("name", ["LL", "Q3"])
 def test_ledger_equals_what_a_step_runs(
@@ -71,7 +83,7 @@ def test_ledger_equals_what_a_step_runs(
 ) -> None:
     """Count and size of every collective; scalars (loss, norm) are left out."""
     model = save_model(name, tmp_path / name)
-    num_ranks = layout.get("fsdp", 1) * layout.get("tp", 1)
+    num_ranks = math.prod(size for axis, size in layout.items() if axis != "zero")
     ranks = run_ranks(num_ranks, count_on_rank, str(model), layout, checkpointing)
     for planned, seen in ranks:
         large = Counter({key: n for key, n in seen.items() if key[1] > 8})

@@ -42,7 +42,7 @@ def test_sizes_must_divide_the_feed_forward_width_too() -> None:
     assert "129 feed-forward columns" in reason
 
 
-@pytest.mark.parametrize("axis", ["dp", "pp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
 def test_axes_that_are_not_built_are_refused_by_name(axis: str) -> None:
     reason = why_illegal(Layout(**{axis: 2}), facts("LL"), task="full")
     assert reason is not None

@@ -10,6 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ALL_KINDS = (
+    "fsdp",
+    "ZeRO-1",
+    "ZeRO-2",
+    "dp",
+    "dp x fsdp",
+    "tp",
+    "fsdp x tp",
+    "dp x tp",
+    "serve tp",
+)
+"""kinds of parallelism that a family can be proved for"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -35,7 +48,7 @@ class Family:
     but each `sliding_window_pattern`-th"""
     fp32_norm_output: bool = False
     """whether a norm's scaled output is kept in fp32 until the weight is applied"""
-    proved: tuple[str, ...] = ("fsdp", "tp", "fsdp x tp", "serve tp")
+    proved: tuple[str, ...] = ALL_KINDS
 
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")

@@ -1,4 +1,4 @@
-"""Data parallelism with sharded states: ZeRO-3 by torch's FSDP2."""
+"""Data parallelism: ZeRO 1, 2 and 3, and replicas, all by torch's FSDP2 with other switches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwise.config import Precision
+from shardwise.config import Layout, Precision
 from shardwise.parallel.mesh import Mesh
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -20,15 +20,31 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 def apply_fsdp(model: nn.Module, mesh: Mesh, precision: Precision) -> None:
     """Shard every parameter over the `fsdp` axis: one group a layer, one for the rest.
 
-    Gradients are summed, never averaged: the loss is already divided by the number of trained
-    tokens of the whole step. They are reduced in fp32 whatever the compute dtype is. A mesh of
-    one rank takes the same path, which gives bf16 compute its fp32 master weights.
+    With `dp` above 1 every shard has replicas. Gradients are summed, never averaged: the loss is
+    already divided by the number of trained tokens of the whole step. They are reduced in fp32
+    whatever the compute dtype is. A mesh of one rank takes the same path, which gives bf16 compute
+    its fp32 master weights.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPES[precision.compute], reduce_dtype=torch.float32
     )
-    fsdp_mesh = mesh.device_mesh["fsdp"]
+    layout = mesh.layout
+    axes = mesh.device_mesh["dp", "fsdp"] if layout.dp > 1 else mesh.device_mesh["fsdp"]
     for module in (*decoder_layers(model), model):
-        fully_shard(module, mesh=fsdp_mesh, mp_policy=policy)
+        # the outer group is needed again at once, when the backward pass begins
+        let_go = not layout.keeps_gathered and module is not model
+        fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=let_go)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def begin_micro_batch(model: nn.Module, layout: Layout, *, is_last: bool) -> None:
+    """Set what the next backward pass leaves behind.
+
+    Where gradients cross ranks once a step, they add up in fp32, whole, until the last
+    micro-batch. ZeRO-1 keeps the parameters gathered as long.
+    """
+    if layout.reduces_once:
+        model.set_requires_gradient_sync(is_last)
+    if layout.keeps_gathered and layout.zero == 1:
+        model.set_reshard_after_backward(is_last)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config import Layout
 
-AXES = ("fsdp", "tp")  # those that are built; the order is the one written above
+AXES = ("dp", "fsdp", "tp")  # those that are built; the order is the one written above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,12 @@ class Mesh:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes whose ranks read different rows."""
-        return ("fsdp",)
+        return ("dp", "fsdp")
 
     @property
     def data_rank(self) -> int:
         """This rank's number among those that read different rows."""
-        return self.rank("fsdp")
+        return self.rank("dp") * self.size("fsdp") + self.rank("fsdp")
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:

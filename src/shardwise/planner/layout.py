@@ -9,7 +9,6 @@ from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 
 _NOT_BUILT = {
-    "dp": "replicas are not built yet; use fsdp for data parallelism",
     "pp": "pipeline parallelism is not built yet; use fsdp or tp",
     "cp": "context parallelism is not built yet; use a shorter seq_len",
     "ep": "expert parallelism is not built yet",
@@ -21,8 +20,10 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
     for axis, reason in _NOT_BUILT.items():
         if getattr(layout, axis) > 1:
             return f"{axis}={getattr(layout, axis)}: {reason}"
-    if task == "serve" and layout.fsdp > 1:
-        return f"fsdp={layout.fsdp}: serving shards with tp only; set fsdp=1"
+    if task == "serve":
+        for axis in ("dp", "fsdp"):
+            if getattr(layout, axis) > 1:
+                return f"{axis}={getattr(layout, axis)}: serving shards with tp only; set {axis}=1"
     if layout.tp == 1:
         return None
     if "tp" not in facts.family.proved:
@@ -47,12 +48,13 @@ def legal_tp_sizes(facts: ModelFacts) -> list[int]:
 
 def legal_layouts(facts: ModelFacts, num_devices: int, *, task: str) -> Iterator[Layout]:
     """Every legal layout that uses exactly `num_devices` devices."""
-    for tp in range(1, num_devices + 1):
-        if num_devices % tp:
-            continue
-        layout = Layout(fsdp=num_devices // tp, tp=tp)
-        if why_illegal(layout, facts, task=task) is None:
-            yield layout
+    for tp in _divisors(num_devices):
+        for fsdp in _divisors(num_devices // tp):
+            dp = num_devices // tp // fsdp
+            for zero in (1, 2, 3) if fsdp > 1 else (3,):  # a stage of an axis of one is none
+                layout = Layout(dp=dp, fsdp=fsdp, tp=tp, zero=zero)
+                if why_illegal(layout, facts, task=task) is None:
+                    yield layout
 
 
 def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
@@ -94,6 +96,10 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
             f"max_position_embeddings={facts.max_positions}; set it to at most that."
         )
     return plan
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _split_by_tp(facts: ModelFacts) -> dict[str, int]:

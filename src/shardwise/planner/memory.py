@@ -99,7 +99,8 @@ def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     """
     sizes, train = RankSizes.of(facts, plan.layout.tp), plan.train
     c = plan.precision.compute_bytes
-    own = -(-(facts.num_layers * sizes.layer + sizes.outer) // plan.layout.fsdp)
+    whole = facts.num_layers * sizes.layer + sizes.outer
+    own = -(-whole // plan.layout.fsdp)
     tokens = train.micro_batch * train.seq_len
     tp = plan.layout.tp
     kept = activation_bytes_per_token(facts, tp=tp, compute_bytes=c) * tokens
@@ -110,10 +111,11 @@ def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
         activations = facts.num_layers * inputs + kept + masked + last
     else:
         activations = facts.num_layers * kept + facts.num_sliding_layers * masked + last
-    gathered = sizes.outer * c
+    gathered = (whole if plan.layout.keeps_gathered else sizes.outer) * c
     one_pass = train.num_micro_batches(plan.layout) == 1
+    summed = whole if plan.layout.reduces_once else own  # of the micro-batches before this one
     at_loss = {
-        "gradients": 0 if one_pass else own * FP32,  # of the micro-batches before this one
+        "gradients": 0 if one_pass else summed * FP32,
         "activations": activations,
         "logits": _logits(plan, facts, tokens),
         "buffers": gathered + 2 * sizes.layer * c,
@@ -122,7 +124,7 @@ def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
         "gradients": own * FP32,
         "activations": kept,
         "logits": 0,
-        "buffers": gathered + sizes.outer * (c + FP32) + 2 * sizes.layer * (c + FP32),
+        "buffers": sizes.outer * (2 * c + FP32) + 2 * sizes.layer * (c + FP32),
     }
     peak = max(at_loss, at_end, key=lambda parts: sum(parts.values()))
     states = {"weights": own * FP32, "optimizer": 2 * own * FP32}

@@ -207,6 +207,7 @@ def _cost(option: Option) -> tuple[float, ...]:
         option.traffic_bytes,
         -train.micro_batch,
         layout.tp,
+        option.memory.total,
     )
     return unmeasured if option.step_s is None else (option.step_s, *unmeasured)
 

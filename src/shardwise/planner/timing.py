@@ -50,11 +50,12 @@ class StepTime:
 def traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
     """Every collective of one optimizer step of a training plan.
 
-    ZeRO-3 gathers each layer twice a micro-batch (forward and backward) and the outer group once,
-    in the compute dtype, and reduces the gradients in fp32. Tensor parallelism sums the outputs of
-    attention and MLP forward (attention again when activations are recomputed, which stops at the
-    last thing that is needed), the gradients of their two inputs and of q and k norms backward,
-    and three numbers a token for the loss. Scalars (loss, norm) are left out.
+    Parameters are gathered in the compute dtype: by ZeRO-3 each layer twice a micro-batch (forward
+    and backward) and the outer group once, by ZeRO-2 everything once a micro-batch, by ZeRO-1 once
+    a step. Gradients are reduced in fp32, then summed over the replicas. Tensor parallelism sums
+    the outputs of attention and MLP forward (attention again when activations are recomputed,
+    which stops at the last thing that is needed), the gradients of their two inputs and of q and
+    k norms backward, and three numbers a token for the loss. Scalars (loss, norm) are left out.
 
     tests/ranks/test_traffic.py compares it with the collectives that a real step runs.
     """
@@ -63,17 +64,20 @@ def traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
     num_micro = plan.train.num_micro_batches(layout)
     recompute = plan.train.checkpointing == "full"
     lines = []
-    if layout.fsdp > 1:
-        layers = facts.num_layers * num_micro
+    for group, count in ((sizes.layer, facts.num_layers), (sizes.outer, 1)):
+        gathers = 1 if layout.zero == 1 else num_micro
+        if layout.zero == 3 and group == sizes.layer:
+            gathers *= 2
+        reductions = 1 if layout.reduces_once else num_micro
+        moved: list[tuple[str, Op, int, int]] = [
+            ("fsdp", "all_gather", count * gathers, group * c),
+            ("fsdp", "reduce_scatter", count * reductions, group * FP32),
+            ("dp", "all_reduce", count * reductions, -(-group // layout.fsdp) * FP32),
+        ]
         lines += [
-            Collective(axis="fsdp", op="all_gather", count=2 * layers, num_bytes=sizes.layer * c),
-            Collective(axis="fsdp", op="all_gather", count=num_micro, num_bytes=sizes.outer * c),
-            Collective(
-                axis="fsdp", op="reduce_scatter", count=layers, num_bytes=sizes.layer * FP32
-            ),
-            Collective(
-                axis="fsdp", op="reduce_scatter", count=num_micro, num_bytes=sizes.outer * FP32
-            ),
+            Collective(axis=axis, op=op, count=times, num_bytes=num_bytes)
+            for axis, op, times, num_bytes in moved
+            if getattr(layout, axis) > 1
         ]
     if layout.tp > 1:
         tokens = plan.train.micro_batch * plan.train.seq_len
@@ -117,7 +121,7 @@ def step_time(plan: Plan, facts: ModelFacts, machine: Machine) -> StepTime:
     own = facts.num_parameters / (layout.tp * layout.fsdp)
     updates = own * FP32 * 7  # AdamW reads four tensors and writes three
     ledger = traffic(plan, facts)
-    copies = _COPIES_PER_FSDP_BYTE * sum(x.bytes_per_step for x in ledger if x.axis == "fsdp")
+    copies = _COPIES_PER_FSDP_BYTE * sum(x.bytes_per_step for x in ledger if x.axis != "tp")
     moved = (_TRAFFIC_PER_KEPT_BYTE * kept + logits) * tokens + updates + copies
     return StepTime(
         compute_s=step_flops(plan, facts) / machine.matmul_flops[plan.precision.compute],

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import Train
 from shardwise.errors import ShardwiseError
+from shardwise.parallel.data import begin_micro_batch
 from shardwise.parallel.grads import clip, global_norm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.tensor import vocab_range
@@ -48,7 +49,8 @@ def train_step(
     total_targets = _count(batches, mesh)
     loss = torch.zeros((), device=mesh.device)
     optimizer.zero_grad()
-    for batch in batches:
+    for number, batch in enumerate(batches, start=1):
+        begin_micro_batch(model, mesh.layout, is_last=number == len(batches))
         part = batch_loss_sum(model, batch, mesh) / max(1, total_targets)
         part.backward()
         loss += part.detach()
