@@ -54,10 +54,23 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"fsdp": 2}, []),
         ({"fsdp": 2}, ["precision.compute=bf16"]),
         ({"fsdp": 2}, ["train.checkpointing=full", "train.global_batch=8"]),
+        ({"fsdp": 2, "zero": 2}, ["train.global_batch=8"]),
+        ({"fsdp": 2, "zero": 1}, ["train.global_batch=8"]),
+        ({"dp": 2}, ["train.global_batch=8"]),
         ({"tp": 3}, []),
         ({"fsdp": 2, "tp": 3}, []),
     ],
-    ids=["one", "fsdp2", "fsdp2 bf16", "fsdp2 recompute", "tp3", "fsdp2 x tp3"],
+    ids=[
+        "one",
+        "fsdp2",
+        "fsdp2 bf16",
+        "fsdp2 recompute",
+        "zero2",
+        "zero1",
+        "dp2",
+        "tp3",
+        "fsdp2 x tp3",
+    ],
 )
 def test_peak_memory_is_as_planned(
     model: Path, rows: Path, tmp_path: Path, layout: dict[str, int], settings: list[str]

@@ -15,6 +15,7 @@ from shardwise.planner.memory import state_bytes
 from shardwise.planner.search import MEMORY_EVIDENCE, Answer, Option, suggest
 from shardwise.planner.timing import traffic
 
+_REJECTED_PER_REASON = 3
 _PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -145,8 +146,15 @@ def _levers(answer: Answer) -> RenderableType:
 
 def _rejected(answer: Answer) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    kinds: dict[str, int] = {}  # of each kind of reason only the best few
     for name, reason in answer.rejected:
-        table.add_row(name, reason)
+        kind = reason.split()[0]
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] <= _REJECTED_PER_REASON:
+            table.add_row(name, reason)
+    hidden = sum(max(0, n - _REJECTED_PER_REASON) for n in kinds.values())
+    if hidden:
+        table.add_row(f"and {hidden} more", "all of them with --json")
     return Padding(table, (0, 0, 1, 2))
 
 

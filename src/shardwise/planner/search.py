@@ -78,7 +78,8 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
     levers = [] if single.fits else _levers(plan, facts, machine)
     options, rejected = _sharded(plan, facts, machine, fixed=fixed)
     fitting = [option for option in options if option.fits]
-    rejected += [(option.name, option.shortfall) for option in options if not option.fits]
+    too_large = sorted((o for o in options if not o.fits), key=lambda o: o.memory.total)
+    rejected += [(option.name, option.shortfall) for option in too_large]
     if single.fits and not fixed:
         fitting.append(single)
     one_device = [lever for lever in levers if lever.fits]
@@ -86,7 +87,8 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
         fitting = fitting or one_device[:1]
     chosen = min(fitting, key=_cost) if fitting else None
     if chosen is not None:
-        rejected += [(o.name, _why_slower(o, chosen)) for o in fitting if o is not chosen]
+        others = sorted((o for o in fitting if o is not chosen), key=_cost)
+        rejected += [(option.name, _why_slower(option, chosen)) for option in others]
     return Answer(
         facts=facts,
         verdict=_verdict(single, one_device, chosen),
@@ -217,6 +219,8 @@ def _why_slower(option: Option, chosen: Option) -> str:
         return f"{option.step_s:.1f} s a step, the chosen one {chosen.step_s:.1f} s"
     if option.plan.layout.world_size < chosen.plan.layout.world_size:
         return f"leaves {option.plan.devices.count - option.plan.layout.world_size} device(s) idle"
+    if option.plan.train.checkpointing != chosen.plan.train.checkpointing:
+        return "fits only with its activations recomputed, a third more compute"
     return (
         f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
         f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"
