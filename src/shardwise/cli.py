@@ -314,14 +314,12 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "shardwise"
         _fail(f"{error.format_message().rstrip('.')}; see `{command} --help`.", 2)
-    except typer.Abort:
-        _fail("interrupted", 130)
     except ShardwiseError as error:
         if isinstance(error, UserError) and os.environ.get("RANK", "0") != "0":
             sys.exit(error.exit_code)  # the first rank says it
         _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted.", 130)
 
 
 def _fail(message: str, code: int) -> None:

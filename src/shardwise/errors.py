@@ -21,6 +21,12 @@ class RunFailed(ShardwiseError):
     exit_code = 1
 
 
+class Interrupted(ShardwiseError):
+    """The user (or the system) asked for the end, by Ctrl-C or SIGTERM."""
+
+    exit_code = 130
+
+
 def missing_extra(package: str, extra: str, purpose: str) -> UserError:
     """The error for a feature whose optional dependency is not installed."""
     return UserError(f"{purpose} needs the package {package!r}: pip install 'shardwise[{extra}]'.")

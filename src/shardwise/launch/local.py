@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import RunFailed, UserError
+from shardwise.errors import Interrupted, RunFailed, UserError
 from shardwise.launch.job import Job
 
 LOG_DIR = "logs"
 GRACE_S = 30.0
 """how long ranks may take to stop after SIGTERM"""
 _POLL_S = 0.05
+_NOTICE_S = 2.0
 
 
 @dataclass
@@ -92,7 +93,8 @@ class LocalGroup:
     def _failure(self) -> Exception:
         """The error of the rank that failed first."""
         failed = [r for r in self.ranks if r.process.returncode and not r.killed]
-        _, report, rank = min(((*self._death(r), r) for r in failed), key=lambda entry: entry[0])
+        deaths = [(*self._death(rank), rank) for rank in failed]
+        _, report, rank = min(deaths, key=lambda death: death[0])
         if report.get("user_error"):
             return UserError(str(report["user_error"]))
         details = report.get("traceback") or self._last_words(rank)
@@ -101,11 +103,13 @@ class LocalGroup:
         return RunFailed(f"{details.rstrip()}\n{summary}".lstrip())
 
     def _death(self, rank: _Rank) -> tuple[float, dict[str, Any]]:
+        """When a rank failed, and its own report if it could write one."""
         file = error_file(self.job, rank.number)
         with suppress(OSError, ValueError):
             report = json.loads(file.read_text(encoding="utf-8"))
             return float(report["time"]), report
-        return rank.ended_at or time.time(), {}
+        # it was torn away; whoever talked to it may have noticed before the launcher did
+        return (rank.ended_at or time.time()) - _NOTICE_S, {}
 
     def _last_words(self, rank: _Rank) -> str:
         log = self.job.path / LOG_DIR / f"rank-{rank.number}.log"
@@ -140,8 +144,8 @@ def local_group(job: Job) -> Iterator[LocalGroup]:
 def run_local(job: Job) -> None:
     """Run a job to its end on this machine (errors as `LocalGroup.wait`).
 
-    Ctrl-C and SIGTERM stop the ranks. That is how a server ends well; any other job was
-    interrupted and raises KeyboardInterrupt.
+    Ctrl-C and SIGTERM stop the ranks. That is how a server ends well; any other job raises
+    Interrupted.
     """
     with local_group(job) as group, _sigterm_as_interrupt():
         try:
@@ -149,7 +153,7 @@ def run_local(job: Job) -> None:
         except KeyboardInterrupt:
             group.stop()
             if job.kind != "serve":
-                raise
+                raise Interrupted("interrupted; all ranks have been stopped.") from None
 
 
 @contextmanager

@@ -80,6 +80,7 @@ def run_train(plan: Plan, folder: Path, mesh: Mesh) -> None:
     began = time.perf_counter()
     run = _set_up(plan, folder, mesh)
     if run.is_first:
+        _forget_metrics_after(folder / METRICS_FILE, run.start)
         seconds = time.perf_counter() - began
         console.out.print(f"each rank has loaded its shards ({seconds:.1f} s)")
     before = _evaluate(run)
@@ -209,6 +210,14 @@ def _write_measured(
         eval_loss_after=after,
     )
     (run.folder / MEASURED_FILE).write_text(measured.model_dump_json(indent=2), encoding="utf-8")
+
+
+def _forget_metrics_after(path: Path, step: int) -> None:
+    """Drop the records of steps that will be run again."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 def _append(path: Path, record: Mapping[str, float]) -> None:
