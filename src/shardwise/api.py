@@ -134,7 +134,7 @@ def train(
         RunFailed: a rank failed; the last complete checkpoint is intact.
     """
     from shardwise.launch.start import start_train
-    from shardwise.trainer.checkpoint import complete_checkpoints
+    from shardwise.trainer.state import complete_checkpoints
 
     run_dir = Path(out)
     evaluation = None if eval_data is None else Path(eval_data)

@@ -76,12 +76,14 @@ class Layout(Config):
 
 
 class Devices(Config):
-    """The devices a plan was made for."""
+    """The devices a plan was made for. A count that is given bounds the layout."""
 
     kind: str = Field(default="cpu", description="'cpu' or a name of the device catalogue")
     count: int = Field(default=1, ge=1)
     memory_gib: float | None = Field(
-        default=None, gt=0, description="memory of one device in GiB; None: not limited"
+        default=None,
+        gt=0,
+        description="memory of one device in GiB; None: on cpu an equal part of this machine's",
     )
 
 
@@ -235,6 +237,8 @@ def parse(cls: type[C], data: Any, *, source: str) -> C:
 def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """Read a plan file and apply `key.path=value` overrides to it.
 
+    A relative `model` is looked for beside the plan file first, then in the working directory.
+
     Raises:
         UserError: the file is missing, not YAML, or a key or value in it is not allowed.
     """
@@ -252,7 +256,11 @@ def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         raise UserError(f"{file} is not YAML: {reason}.") from None
     if isinstance(data, Mapping):
         data = apply_overrides(data, overrides)
-    return parse(Plan, data, source=str(file))
+        if overrides:
+            data.pop("predicted", None)  # it was of another plan
+    plan = parse(Plan, data, source=str(file))
+    beside = file.parent / plan.model
+    return plan.model_copy(update={"model": str(beside)}) if beside.exists() else plan
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -283,7 +291,8 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 def with_overrides(plan: Plan, overrides: Sequence[str]) -> Plan:
     """A plan with `key.path=value` overrides applied (errors as `load_plan`)."""
-    return parse(Plan, apply_overrides(plan.model_dump(), overrides), source="--set")
+    data = apply_overrides(plan.model_dump(exclude_unset=True), overrides)
+    return parse(Plan, data, source="--set")
 
 
 def plan_schema() -> dict[str, Any]:

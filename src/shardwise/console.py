@@ -1,11 +1,10 @@
-"""What the user sees: one rich console for stdout, one for stderr, and a few phrasings."""
+"""What the user sees: one rich console, and a few phrasings."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False, markup=False, soft_wrap=True)
 
 
 def gib(num_bytes: float) -> str:

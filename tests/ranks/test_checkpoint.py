@@ -30,8 +30,9 @@ def train_on_rank(
 
     from shardwise.config import Layout, Plan, Train
     from shardwise.parallel.mesh import build_mesh
-    from shardwise.trainer.checkpoint import State, load_optimizer, save_checkpoint
+    from shardwise.trainer.checkpoint import load_optimizer, save_checkpoint
     from shardwise.trainer.optim import make_optimizer
+    from shardwise.trainer.state import State
     from shardwise.trainer.step import train_step
     from shardwise.weights.load import load_model
 
@@ -101,7 +102,7 @@ def test_a_checkpoint_is_complete_or_not_listed(model: Path, tmp_path: Path) -> 
     """A missing, short or unfinished checkpoint is never taken."""
     import shutil
 
-    from shardwise.trainer.checkpoint import complete_checkpoints, why_incomplete
+    from shardwise.trainer.state import complete_checkpoints, why_incomplete
 
     folder = tmp_path / "checkpoints"
     run(model, "fsdp2", range(1), save=folder / "step-000001")

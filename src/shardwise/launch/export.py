@@ -47,7 +47,7 @@ def start_export(source: Path, out: Path, dtype: str | None, *, check: bool) -> 
 
 def find_model(source: Path) -> tuple[Path, Plan]:
     """The model directory in a run, a checkpoint or a model directory, and a plan to load it."""
-    from shardwise.trainer.checkpoint import complete_checkpoints, why_incomplete
+    from shardwise.trainer.state import complete_checkpoints, why_incomplete
 
     if (source / CONFIG_FILE).exists():
         return source, Plan(model=str(source), task="full", layout=Layout())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,7 @@ from shardwise.config import Config, parse
 from shardwise.errors import UserError
 
 JOB_FILE = "job.json"
+WORK_DIR = "work"
 
 
 class Job(Config):
@@ -16,7 +18,7 @@ class Job(Config):
 
     kind: Literal["train", "serve", "logits", "probe"]
     folder: str
-    """the plan lies here; logs and results are written here"""
+    """the plan lies here; results are written here"""
     device_type: str = "cpu"
     num_processes: int
     timeout_s: float
@@ -27,17 +29,21 @@ class Job(Config):
         """The job's folder."""
         return Path(self.folder)
 
+    @property
+    def work(self) -> Path:
+        """What only the job itself needs: rows, logs, this message."""
+        return self.path / WORK_DIR
+
     def save(self) -> Path:
-        """Write the job into its folder; returns the file."""
-        file = self.path / JOB_FILE
+        """Write the job into its work folder; returns the file."""
+        self.work.mkdir(parents=True, exist_ok=True)
+        file = self.work / JOB_FILE
         file.write_text(self.model_dump_json(indent=2), encoding="utf-8")
         return file
 
 
 def read_job(file: Path) -> Job:
     """Read a job that `Job.save` wrote."""
-    import json
-
     try:
         return parse(Job, json.loads(file.read_text(encoding="utf-8")), source=str(file))
     except (OSError, ValueError) as error:

@@ -1,6 +1,7 @@
 """Start the ranks of a job on this machine, watch them, and leave none behind.
 
-The ranks meet through a file in the job's folder, so no port can be taken by someone else. The
+The ranks meet through a file of a folder made for this group, so no port can be taken by someone
+else; there they also report their errors, so that a full disk of the job's can be reported. The
 first rank's output goes to the terminal, the others' to log files. When one rank fails, all are
 killed within seconds and the error of the one that failed first is reported. Each rank holds the
 read end of a pipe whose write end is the launcher's: when the launcher dies, however, so do they.
@@ -20,12 +21,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from shardwise.errors import Interrupted, RunFailed, UserError
 from shardwise.launch.job import Job
 
 LOG_DIR = "logs"
+GROUP_FOLDER = "SHARDWISE_GROUP_FOLDER"
+"""environment variable that tells a rank where its group's folder is"""
 GRACE_S = 30.0
 """how long ranks may take to stop after SIGTERM"""
 _POLL_S = 0.05
@@ -50,6 +54,8 @@ class LocalGroup:
     """The running ranks of one job."""
 
     job: Job
+    folder: Path
+    """of this group alone: rendezvous and error reports"""
     ranks: list[_Rank] = field(default_factory=list)
     stopping: bool = False
 
@@ -93,6 +99,8 @@ class LocalGroup:
     def _failure(self) -> Exception:
         """The error of the rank that failed first."""
         failed = [r for r in self.ranks if r.process.returncode and not r.killed]
+        if not failed:
+            return RunFailed("the ranks did not end within the grace time.")
         deaths = [(*self._death(rank), rank) for rank in failed]
         _, report, rank = min(deaths, key=lambda death: death[0])
         if report.get("user_error"):
@@ -104,7 +112,7 @@ class LocalGroup:
 
     def _death(self, rank: _Rank) -> tuple[float, dict[str, Any]]:
         """When a rank failed, and its own report if it could write one."""
-        file = error_file(self.job, rank.number)
+        file = error_file(self.folder, rank.number)
         with suppress(OSError, ValueError):
             report = json.loads(file.read_text(encoding="utf-8"))
             return float(report["time"]), report
@@ -112,33 +120,31 @@ class LocalGroup:
         return (rank.ended_at or time.time()) - _NOTICE_S, {}
 
     def _last_words(self, rank: _Rank) -> str:
-        log = self.job.path / LOG_DIR / f"rank-{rank.number}.log"
+        log = self.job.work / LOG_DIR / f"rank-{rank.number}.log"
         lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
         return "\n".join(f"[rank {rank.number}] {line}" for line in lines)
 
 
-def error_file(job: Job, rank: int) -> Path:
+def error_file(group_folder: Path, rank: int) -> Path:
     """Where a rank reports the error that ended it."""
-    return job.path / LOG_DIR / f"rank-{rank}.error"
+    return group_folder / f"rank-{rank}.error"
 
 
 @contextmanager
 def local_group(job: Job) -> Iterator[LocalGroup]:
     """Start the ranks of a job; none is left when the block ends, however it ends."""
-    logs = job.path / LOG_DIR
+    logs = job.work / LOG_DIR
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    store = job.path / "rendezvous"
-    store.unlink(missing_ok=True)
     job_file = job.save()
-    group = LocalGroup(job)
-    try:
-        for number in range(job.num_processes):
-            group.ranks.append(_start(job, job_file, number))
-        yield group
-    finally:
-        group.kill()
-        store.unlink(missing_ok=True)
+    with TemporaryDirectory(prefix="shardwise-group-") as folder:
+        group = LocalGroup(job, Path(folder))
+        try:
+            for number in range(job.num_processes):
+                group.ranks.append(_start(group, job_file, number))
+            yield group
+        finally:
+            group.kill()
 
 
 def run_local(job: Job) -> None:
@@ -172,16 +178,17 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _start(job: Job, job_file: Path, number: int) -> _Rank:
-    log = (job.path / LOG_DIR / f"rank-{number}.log").open("wb")
+def _start(group: LocalGroup, job_file: Path, number: int) -> _Rank:
+    log = (group.job.work / LOG_DIR / f"rank-{number}.log").open("wb")
     output = None if number == 0 else log
     with log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.launch.worker", str(job_file)],
+            # -P: what lies in the user's folder must not stand in for a library
+            [sys.executable, "-P", "-m", "shardwise.launch.worker", str(job_file)],
             stdin=subprocess.PIPE,  # held open; its end tells the rank that the launcher is gone
             stdout=output,
             stderr=output,
-            env=_environment(job, number),
+            env=_environment(group, number),
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the ranks
         )
     rank = _Rank(number, process)
@@ -189,8 +196,9 @@ def _start(job: Job, job_file: Path, number: int) -> _Rank:
     return rank
 
 
-def _environment(job: Job, number: int) -> Mapping[str, str]:
-    threads = max(1, (os.cpu_count() or 1) // job.num_processes)
+def _environment(group: LocalGroup, number: int) -> Mapping[str, str]:
+    num_ranks = group.job.num_processes
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": "lo" if Path("/sys/class/net/lo").exists() else "",
@@ -204,8 +212,8 @@ def _environment(job: Job, number: int) -> Mapping[str, str]:
     ranks = {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(job.num_processes),
-        "SHARDWISE_RENDEZVOUS": f"file://{(job.path / 'rendezvous').absolute()}",
+        "WORLD_SIZE": str(num_ranks),
+        GROUP_FOLDER: str(group.folder),
     }
     given = {name: value for name, value in defaults.items() if value}
     return {**given, **os.environ, **ranks}

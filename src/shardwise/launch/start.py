@@ -5,25 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise import console
-from shardwise.config import PLAN_FILE, Devices, Layout, Plan, Precision
+from shardwise.config import GIB, PLAN_FILE, Devices, Layout, Plan, Precision, Prediction
 from shardwise.errors import UserError, missing_extra
-from shardwise.launch.job import Job
+from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
+from shardwise.launch.rundir import check_resume, check_same_rows, claimed, tidy
 from shardwise.models.facts import read_facts
+from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
 from shardwise.planner.memory import predict_memory
+from shardwise.planner.search import MEMORY_EVIDENCE
 from shardwise.weights.index import open_index, verify
 
+if TYPE_CHECKING:
+    from shardwise.trainer.data.chat import Example
+
 TOKENIZER_FILE = "tokenizer.json"
-_CHECK_TIMEOUT_S = 300.0
+_PREFIX = "shardwise-"
+_SHORT_JOB_TIMEOUT_S = 300.0
 
 
 def check_model(plan: Plan) -> Plan:
@@ -41,13 +48,19 @@ def check_model(plan: Plan) -> Plan:
     index = open_index(plan.model)
     for warning in verify(index, facts.parameter_shapes, tied=facts.tied):
         console.out.print(f"note: {warning}")
-    capacity, need = plan.devices.memory_gib, predict_memory(plan, facts).total / 2**30
+    memory, capacity = predict_memory(plan, facts), plan.devices.memory_gib
+    if capacity is None and plan.devices.kind == "cpu":
+        capacity = host_gib() / plan.layout.world_size
+    need = memory.total / GIB
     if capacity is not None and need > capacity:
         raise UserError(
-            f"layout {plan.layout} needs {need:.2f} GiB a device, the plan's devices have "
-            f"{capacity:.2f} GiB; run `shardwise plan` for one that fits, or set "
+            f"layout {plan.layout} needs {need:.2f} GiB a device, a device of the plan has "
+            f"{capacity:.2f} GiB; run `shardwise plan` for a layout that fits, or set "
             "devices.memory_gib."
         )
+    if plan.predicted is None:
+        evidence = Prediction(memory=memory, memory_evidence=MEMORY_EVIDENCE)
+        plan = plan.model_copy(update={"predicted": evidence})
     return plan
 
 
@@ -61,29 +74,28 @@ def start_train(
     Raises:
         UserError: anything about the input, before any process is started.
         RunFailed: a rank failed while running.
+        Interrupted: by Ctrl-C or SIGTERM.
     """
     _require_task(plan, "full")
     device = device_type(plan)
+    with ExitStack() as held:
 
-    def prepare() -> Job:
-        from shardwise.trainer.loop import EVAL_ROWS, TRAIN_ROWS
+        def prepare() -> Job:
+            checked = check_model(plan)
+            held.enter_context(claimed(run_dir))
+            check_resume(run_dir, resume=resume)
+            tidy(run_dir, read_facts(plan.model), resume=resume)
+            _prepare_inputs(checked, data, eval_data, run_dir)
+            return _job("train", checked, run_dir, device, plan.train.timeout_s)
 
-        checked = check_model(plan)
-        tokenizer = load_tokenizer(plan.model)
-        _claim(run_dir, resume)
-        _prepare_rows(checked, tokenizer, data, run_dir / TRAIN_ROWS)
-        if eval_data is not None:
-            _prepare_rows(checked, tokenizer, eval_data, run_dir / EVAL_ROWS)
-        return _job("train", checked, run_dir, device, plan.train.timeout_s)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            from shardwise.launch.worker import run_as_rank
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from shardwise.launch.worker import run_as_rank
-
-        run_as_rank(prepare, device, plan.train.timeout_s)
-    else:
-        job = prepare()
-        _announce(plan, "train")
-        run_local(job)
+            run_as_rank(prepare, device, plan.train.timeout_s)
+        else:
+            job = prepare()
+            _announce(plan, "train")
+            run_local(job)
 
 
 def start_serve(plan: Plan) -> None:
@@ -94,11 +106,12 @@ def start_serve(plan: Plan) -> None:
         import uvicorn  # noqa: F401
     except ImportError:
         raise missing_extra("fastapi", "serve", "serving") from None
-    check_model(plan)
+    plan = check_model(plan)
     load_tokenizer(plan.model)
     _check_port(plan.serve.host, plan.serve.port)
     _announce(plan, "serve")
-    with _temporary_folder() as folder:
+    with TemporaryDirectory(prefix=_PREFIX) as name:
+        folder = Path(name)
         run_local(_job("serve", plan, folder, device_type(plan), plan.serve.timeout_s))
 
 
@@ -109,8 +122,9 @@ def start_probe(num_processes: int, kind: str) -> Machine:
     plan = Plan(model="", task="full", layout=layout, devices=devices)
     from shardwise.probe.machine import MACHINE_FILE
 
-    with _temporary_folder() as folder:
-        run_local(_job("probe", plan, folder, device_type(plan), _CHECK_TIMEOUT_S))
+    with TemporaryDirectory(prefix=_PREFIX) as name:
+        folder = Path(name)
+        run_local(_job("probe", plan, folder, device_type(plan), _SHORT_JOB_TIMEOUT_S))
         return load_machine(folder / MACHINE_FILE)
 
 
@@ -121,15 +135,17 @@ def start_check(plan: Plan, source: Path, exported: Path, dtype: str) -> tuple[f
 
     from shardwise.weights.check import CHECK_FILE, Check, compare_with_plain
 
-    vocab = read_facts(source).vocab_size
+    facts = read_facts(source)
+    vocab = facts.vocab_size
     ids = [[(37 * row + 11 * i * i + i) % vocab for i in range(24)] for row in range(2)]
     precision = Precision(compute="fp32")
     changes = {"model": str(source), "precision": precision, "predicted": None}
-    sharded = plan.model_copy(update=changes)
-    with _temporary_folder() as folder:
+    sharded = check_plan(plan.model_copy(update=changes), facts)
+    with TemporaryDirectory(prefix=_PREFIX) as name:
+        folder = Path(name)
         check = Check(ids=ids, dtype=dtype)
         (folder / CHECK_FILE).write_text(yaml.safe_dump(check.model_dump()), encoding="utf-8")
-        run_local(_job("logits", sharded, folder, device_type(plan), _CHECK_TIMEOUT_S))
+        run_local(_job("logits", sharded, folder, device_type(plan), _SHORT_JOB_TIMEOUT_S))
         return compare_with_plain(folder, exported)
 
 
@@ -160,7 +176,11 @@ def load_tokenizer(model: str) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except Exception as error:  # the library has no error of its own for a broken file
+        reason = str(error).splitlines()[0]
+        raise UserError(f"cannot read the tokenizer {model}/{TOKENIZER_FILE}: {reason}") from None
     if tokenizer.chat_template is None:
         raise UserError(
             f"the tokenizer of {model} has no chat template; put one into "
@@ -198,51 +218,51 @@ def _job(
     )
 
 
-def _claim(run_dir: Path, resume: bool) -> None:
-    """Make sure that a run never overwrites another one."""
-    from shardwise.trainer.checkpoint import complete_checkpoints
+def _prepare_inputs(plan: Plan, data: Path, eval_data: Path | None, run_dir: Path) -> None:
+    """Encode the rows and copy the model's small files; the old ones stay until all is well."""
+    from shardwise.trainer.loop import EVAL_ROWS, MODEL_FILES, TRAIN_ROWS, total_steps
+    from shardwise.weights.save import copy_model_files
 
-    checkpoints = complete_checkpoints(run_dir)
-    if checkpoints and not resume:
-        raise UserError(
-            f"{run_dir} already holds {checkpoints[-1].name}; continue it with --resume, or give "
-            "another --out."
-        )
-    if resume and not checkpoints:
-        raise UserError(f"{run_dir} holds no complete checkpoint to resume from.")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(run_dir / "data", ignore_errors=True)
-        if not resume:
-            (run_dir / "metrics.jsonl").unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {run_dir}: {error}.") from None
+    tokenizer = load_tokenizer(plan.model)
+    with TemporaryDirectory(dir=run_dir / WORK_DIR) as name:
+        fresh = Path(name)
+        num_rows = _prepare_rows(plan, tokenizer, data, fresh / TRAIN_ROWS)
+        if eval_data is not None:
+            _prepare_rows(plan, tokenizer, eval_data, fresh / EVAL_ROWS)
+        (fresh / MODEL_FILES).mkdir()
+        copy_model_files(Path(plan.model), fresh / MODEL_FILES)
+        check_same_rows(run_dir, plan, fresh / TRAIN_ROWS, total_steps(plan, num_rows))
+        for folder in (Path(TRAIN_ROWS).parts[0], MODEL_FILES):
+            shutil.rmtree(run_dir / WORK_DIR / folder, ignore_errors=True)
+            (fresh / folder).rename(run_dir / WORK_DIR / folder)
 
 
-def _prepare_rows(plan: Plan, tokenizer: Any, data: Path, folder: Path) -> None:
+def _prepare_rows(plan: Plan, tokenizer: Any, data: Path, folder: Path) -> int:
     """Read, encode and store the rows of a data file, and say what became of them."""
     from shardwise.trainer.data.chat import encode
     from shardwise.trainer.data.read import read_conversations
     from shardwise.trainer.data.store import write_rows
 
+    def examples() -> Iterator[Example]:
+        for number, conversation in enumerate(conversations, start=1):
+            try:
+                yield encode(conversation, tokenizer)
+            except UserError as error:
+                raise UserError(f"{data}, conversation {number}: {error}") from None
+
     conversations = read_conversations(data)
-    examples = (encode(conversation, tokenizer) for conversation in conversations)
-    summary = write_rows(folder, examples, seq_len=plan.train.seq_len)
+    summary = write_rows(folder, examples(), seq_len=plan.train.seq_len)
     console.out.print(f"{data.name}: {summary}")
+    return summary.num_rows
 
 
 def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port), reuse_port=False):
+        with socket.create_server((host, port), family=family, reuse_port=False):
             return
     except OSError as error:
         raise UserError(
             f"serve.port={port} on {host} cannot be used: {error.strerror or error}; give another "
             "with --set serve.port=N."
         ) from None
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        yield Path(folder)

@@ -16,21 +16,20 @@ from pathlib import Path
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.launch.job import Job, read_job
-from shardwise.launch.local import error_file
+from shardwise.launch.local import GROUP_FOLDER, error_file
 
 
 def main(job_file: str) -> int:
-    """Run a job as the rank that the environment names; returns the exit code."""
-    if "SHARDWISE_RENDEZVOUS" in os.environ:
-        threading.Thread(target=_die_with_launcher, daemon=True).start()
-    job = read_job(Path(job_file))
-    rank = int(os.environ["RANK"])
+    """Run a job as the rank that the launcher has started; returns the exit code."""
+    threading.Thread(target=_die_with_launcher, daemon=True).start()
+    folder = Path(os.environ[GROUP_FOLDER])
     try:
+        job = read_job(Path(job_file))
         _quiet_libraries()
-        _join(job.device_type, job.timeout_s, os.environ["SHARDWISE_RENDEZVOUS"])
+        _join(job.device_type, job.timeout_s, folder / "rendezvous")
         _run(job)
     except BaseException as error:
-        _report(job, rank, error)
+        _report(error_file(folder, int(os.environ["RANK"])), error)
         return 2 if isinstance(error, UserError) else 1
     return 0
 
@@ -40,7 +39,7 @@ def run_as_rank(prepare: Callable[[], Job], device_type: str, timeout_s: float) 
     import torch.distributed as dist
 
     _quiet_libraries()
-    _join(device_type, timeout_s, "env://")
+    _join(device_type, timeout_s, None)
     outcome: list[Job | ShardwiseError | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -56,8 +55,12 @@ def run_as_rank(prepare: Callable[[], Job], device_type: str, timeout_s: float) 
         _run(result)
 
 
-def _join(device_type: str, timeout_s: float, init_method: str) -> None:
-    """Join the process group of the job, on this rank's own device."""
+def _join(device_type: str, timeout_s: float, rendezvous: Path | None) -> None:
+    """Join the process group of the job, on this rank's own device.
+
+    Args:
+        rendezvous: file through which the ranks meet; None: as torchrun's environment says.
+    """
     import torch
     import torch.distributed as dist
 
@@ -66,11 +69,13 @@ def _join(device_type: str, timeout_s: float, init_method: str) -> None:
     if device_type != "cpu":
         device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
         torch.get_device_module(device_type).set_device(device)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = None if rendezvous is None else dist.FileStore(str(rendezvous), world_size)
     dist.init_process_group(
         dist.get_default_backend_for_device(device_type),
-        init_method=init_method,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        store=store,
+        rank=rank,
+        world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device,
     )
@@ -91,7 +96,7 @@ def _run(job: Job) -> None:
     if job.kind == "train":
         from shardwise.trainer.loop import run_train
 
-        run_train(plan, job.path, mesh)
+        run_train(plan, job.path, job.work, mesh)
     elif job.kind == "serve":
         from shardwise.server.engine import run_serve
 
@@ -119,20 +124,21 @@ def _quiet_libraries() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def _report(job: Job, rank: int, error: BaseException) -> None:
-    """Leave the error where the launcher finds it."""
+def _report(file: Path, error: BaseException) -> None:
+    """Leave the error where the launcher finds it, whole or not at all."""
+    lines = traceback.format_exc().splitlines()
     report = {
         "time": time.time(),
         "user_error": str(error) if isinstance(error, UserError) else None,
         "summary": f"{type(error).__name__}: {error}".splitlines()[0],
-        "traceback": "\n".join(
-            f"[rank {rank}] {line}" for line in traceback.format_exc().splitlines()
-        ),
+        "traceback": "\n".join(f"[rank {os.environ['RANK']}] {line}" for line in lines),
     }
-    file = error_file(job, rank)
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(report), encoding="utf-8")
-    partial.rename(file)
+    try:
+        partial.write_text(json.dumps(report), encoding="utf-8")
+        partial.rename(file)
+    except OSError:  # then at least on this rank's own output
+        traceback.print_exc()
 
 
 def _die_with_launcher() -> None:
@@ -141,7 +147,10 @@ def _die_with_launcher() -> None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a failed process group must not hold up the exit
+    code = 1
+    try:
+        code = main(sys.argv[1])
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # a failed process group must not hold up the exit

@@ -14,6 +14,8 @@ from shardwise.errors import UserError
 from shardwise.models.families import FAMILIES, Family
 
 CONFIG_FILE = "config.json"
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""that do not depend on the length of a row"""
 _DEFAULT_WINDOW = 4096  # of transformers' config classes
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -141,6 +143,7 @@ def read_facts(model: str | Path) -> ModelFacts:
 def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
     """The facts in the content of a config.json; `source` names it in errors."""
     family = _family(config, source)
+    _refuse_what_is_not_proved(config, source)
     size = _Sizes(config, source)
     num_heads = size.required("num_attention_heads")
     hidden_size = size.required("hidden_size")
@@ -151,14 +154,14 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
     if dtype not in _DTYPE_BYTES:
         raise UserError(f"{source}: dtype {dtype!r} is not one of {', '.join(_DTYPE_BYTES)}.")
     num_layers = size.required("num_hidden_layers")
-    num_sliding = _num_sliding_layers(config, family, num_layers)
+    num_sliding = _num_sliding_layers(config, family, num_layers, size)
     return ModelFacts(
         family=family,
         hidden_size=hidden_size,
         intermediate_size=size.required("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=size.optional("num_key_value_heads", num_heads),
+        num_kv_heads=size.optional("num_key_value_heads", family.default_kv_heads or num_heads),
         head_dim=size.optional("head_dim", default_head_dim),
         vocab_size=size.required("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", family.tied_by_default)),
@@ -168,7 +171,7 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
         max_positions=size.required("max_position_embeddings"),
         sliding_window=size.optional("sliding_window", _DEFAULT_WINDOW) if num_sliding else None,
         num_sliding_layers=num_sliding,
-        dropout=float(config.get("attention_dropout") or 0.0),
+        dropout=_dropout(config, source),
         dtype=dtype,
     )
 
@@ -188,18 +191,64 @@ def _family(config: Mapping[str, Any], source: str) -> Family:
     return FAMILIES[str(model_type)]
 
 
-def _num_sliding_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> int:
+def _refuse_what_is_not_proved(config: Mapping[str, Any], source: str) -> None:
+    """Settings under which a supported family computes something else.
+
+    Rows are padded on the right without a mask, which only a causal model may not see; and some
+    kinds of rotary embedding change with the padded length.
+    """
+    if config.get("use_bidirectional_attention"):
+        raise UserError(
+            f"{source}: use_bidirectional_attention lets tokens attend to later ones; only causal "
+            "models are supported."
+        )
+    for kind in _rope_types(config):
+        if kind not in _ROPE_TYPES:
+            raise UserError(
+                f"{source}: rope type {kind!r} is not proved equal to one process; those that "
+                f"are: {', '.join(_ROPE_TYPES)}."
+            )
+
+
+def _rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Every kind of rotary embedding that a config names, at whatever depth."""
+    found = set()
+    for section in (config.get("rope_parameters"), config.get("rope_scaling")):
+        if isinstance(section, Mapping):
+            for part in (section, *section.values()):  # some families have a section a layer type
+                if isinstance(part, Mapping):
+                    found |= {str(part[key]) for key in ("rope_type", "type") if part.get(key)}
+    return found
+
+
+def _dropout(config: Mapping[str, Any], source: str) -> float:
+    value = config.get("attention_dropout") or 0.0
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise UserError(f"{source}: attention_dropout is {value!r}; expected a number.")
+    return float(value)
+
+
+def _num_sliding_layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+) -> int:
     """Layers with a sliding window, as transformers' config classes decide it."""
     types = config.get("layer_types")
     if types:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise UserError(
+                f"{size.source}: layer_types is {types!r}; expected one entry for each of the "
+                f"{num_layers} layers."
+            )
         return sum(kind == "sliding_attention" for kind in types)
     if family.sliding == "all":
         return num_layers if config.get("sliding_window", _DEFAULT_WINDOW) else 0
     if family.sliding == "upper":
         windowed = config.get("use_sliding_window")
-        return max(0, num_layers - int(config.get("max_window_layers", 28))) if windowed else 0
+        return (
+            max(0, num_layers - size.optional("max_window_layers", 28, least=0)) if windowed else 0
+        )
     if family.sliding == "pattern":
-        return num_layers - num_layers // int(config.get("sliding_window_pattern") or 6)
+        return num_layers - num_layers // size.optional("sliding_window_pattern", 6)
     return 0
 
 
@@ -208,11 +257,13 @@ class _Sizes:
     config: Mapping[str, Any]
     source: str
 
-    def required(self, key: str) -> int:
+    def required(self, key: str, *, least: int = 1) -> int:
         value = self.config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.source}: {key} is {value!r}; expected a whole number above 0.")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(
+                f"{self.source}: {key} is {value!r}; expected a whole number of at least {least}."
+            )
         return value
 
-    def optional(self, key: str, default: int) -> int:
-        return default if self.config.get(key) is None else self.required(key)
+    def optional(self, key: str, default: int, *, least: int = 1) -> int:
+        return default if self.config.get(key) is None else self.required(key, least=least)

@@ -41,6 +41,8 @@ class Family:
     """None: as `mlp_bias` of the config says"""
     default_head_dim: int | None = None
     """head_dim where the config has none; None: hidden_size / num_attention_heads"""
+    default_kv_heads: int | None = None
+    """num_key_value_heads where the config has none; None: as many as attention heads"""
     tied_by_default: bool = False
     sliding: Literal["none", "all", "upper", "pattern"] = "none"
     """which layers have a sliding window where the config has no `layer_types`: all if
@@ -48,7 +50,7 @@ class Family:
     but each `sliding_window_pattern`-th"""
     fp32_norm_output: bool = False
     """whether a norm's scaled output is kept in fp32 until the weight is applied"""
-    proved: tuple[str, ...] = ALL_KINDS
+    proved: tuple[str, ...] = ()
 
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -57,9 +59,29 @@ _SANDWICH_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward
 FAMILIES: dict[str, Family] = {
     row.model_type: row
     for row in (
-        Family(model_type="llama", norms=_LLAMA_NORMS, qkv_bias=None, o_bias=None, mlp_bias=None),
-        Family(model_type="mistral", norms=_LLAMA_NORMS, sliding="all"),
-        Family(model_type="qwen2", norms=_LLAMA_NORMS, qkv_bias=True, sliding="upper"),
+        Family(
+            model_type="llama",
+            norms=_LLAMA_NORMS,
+            qkv_bias=None,
+            o_bias=None,
+            mlp_bias=None,
+            proved=ALL_KINDS,
+        ),
+        Family(
+            model_type="mistral",
+            norms=_LLAMA_NORMS,
+            default_kv_heads=8,
+            sliding="all",
+            proved=ALL_KINDS,
+        ),
+        Family(
+            model_type="qwen2",
+            norms=_LLAMA_NORMS,
+            qkv_bias=True,
+            default_kv_heads=32,
+            sliding="upper",
+            proved=ALL_KINDS,
+        ),
         Family(
             model_type="qwen3",
             norms=_LLAMA_NORMS,
@@ -67,7 +89,9 @@ FAMILIES: dict[str, Family] = {
             qkv_bias=None,
             o_bias=None,
             default_head_dim=128,
+            default_kv_heads=32,
             sliding="upper",
+            proved=ALL_KINDS,
         ),
         Family(
             model_type="gemma3_text",
@@ -76,9 +100,11 @@ FAMILIES: dict[str, Family] = {
             qkv_bias=None,
             o_bias=None,
             default_head_dim=256,
+            default_kv_heads=4,
             tied_by_default=True,
             sliding="pattern",
             fp32_norm_output=True,
+            proved=ALL_KINDS,
         ),
     )
 }

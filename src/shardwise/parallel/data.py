@@ -38,6 +38,12 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, precision: Precision) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
+def let_go(model: nn.Module) -> None:
+    """Drop what a forward pass without a backward pass has left gathered."""
+    for module in (*decoder_layers(model), model):
+        module.reshard()
+
+
 def begin_micro_batch(model: nn.Module, layout: Layout, *, is_last: bool) -> None:
     """Set what the next backward pass leaves behind.
 

@@ -196,10 +196,12 @@ def _vocab_embedding(module: nn.Module, inner: Forward, group: TensorGroup) -> F
 
 
 def _partial_gradient(module: nn.Module, inner: Forward, group: TensorGroup) -> Forward:
-    """A replicated weight that each rank applies to its own heads: its gradients are summed."""
+    """A replicated weight that each rank applies to its own heads: its gradients are summed, in
+    fp32 as all gradients of parameters are."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        with _using(module, weight=copy_to_group(_local(module, "weight"), group.ranks)):
+        weight = _local(module, "weight")
+        with _using(module, weight=copy_to_group(weight.float(), group.ranks).to(weight.dtype)):
             return inner(x)
 
     return forward

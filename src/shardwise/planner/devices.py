@@ -28,7 +28,7 @@ def parse_devices(text: str, memory_gib: float | None = None) -> Devices:
         count = int(match[1] or 1)
         if count == 0:
             raise UserError(f"--gpus {text!r} names no device; give at least cpu:1.")
-        gib = _host_gib() / count if memory_gib is None else memory_gib
+        gib = host_gib() / count if memory_gib is None else memory_gib
         return parse(Devices, {"kind": "cpu", "count": count, "memory_gib": gib}, source=text)
     known = load_devices()
     match = _GPUS.match(text)
@@ -42,7 +42,7 @@ def parse_devices(text: str, memory_gib: float | None = None) -> Devices:
     return parse(Devices, found, source=text)
 
 
-def _host_gib() -> float:
+def host_gib() -> float:
     """Memory that processes on this machine may use together, in GiB."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

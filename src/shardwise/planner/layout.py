@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from shardwise.config import Layout, Plan
 from shardwise.errors import UserError
@@ -24,10 +25,12 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
         for axis in ("dp", "fsdp"):
             if getattr(layout, axis) > 1:
                 return f"{axis}={getattr(layout, axis)}: serving shards with tp only; set {axis}=1"
+    unproved = sorted(_kinds(layout, task) - set(facts.family.proved))
+    if unproved:
+        proved = ", ".join(facts.family.proved) or "none"
+        return f"{unproved[0]} is not proved for {facts.model_type}; proved for it: {proved}"
     if layout.tp == 1:
         return None
-    if "tp" not in facts.family.proved:
-        return f"tp={layout.tp}: tensor parallelism is not proved for {facts.model_type}; use fsdp"
     sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
     for what, number in _split_by_tp(facts).items():
         if number % layout.tp:
@@ -78,6 +81,12 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
         shortest = min(plan.train.seq_len, facts.max_positions)
         settings = plan.train.model_copy(update={"seq_len": shortest})
         plan = plan.model_copy(update={"train": settings})
+    count = plan.devices.count
+    if "count" in plan.devices.model_fields_set and plan.layout.world_size > count:
+        raise UserError(
+            f"layout {plan.layout} needs {plan.layout.world_size} devices, the plan has {count}; "
+            f"set devices.count={plan.layout.world_size}, or a smaller layout."
+        )
     train, num_ranks = plan.train, plan.layout.num_data_ranks
     if plan.task == "full" and train.seq_len > facts.max_positions:
         raise UserError(
@@ -96,6 +105,17 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
             f"max_position_embeddings={facts.max_positions}; set it to at most that."
         )
     return plan
+
+
+def _kinds(layout: Layout, task: str) -> set[str]:
+    """The kinds of parallelism (rows of the capability table) that a layout uses."""
+    if task == "serve":
+        return {"serve tp"} if layout.tp > 1 else set()
+    axes = [axis for axis in ("dp", "fsdp", "tp") if getattr(layout, axis) > 1]
+    kinds = {*axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
+    if layout.fsdp > 1 and layout.zero < 3:
+        kinds.add(f"ZeRO-{layout.zero}")
+    return kinds
 
 
 def _divisors(number: int) -> list[int]:

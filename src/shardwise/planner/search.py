@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwise.config import GIB, Layout, Memory, Plan, Prediction
-from shardwise.errors import UserError
+from shardwise.config import GIB, Layout, Memory, Plan, Precision, Prediction
 from shardwise.models.facts import ModelFacts
 from shardwise.planner.layout import check_plan, legal_layouts, legal_tp_sizes, why_illegal
 from shardwise.planner.machine import Machine
@@ -83,8 +82,8 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
     if single.fits and not fixed:
         fitting.append(single)
     one_device = [lever for lever in levers if lever.fits]
-    if one_device and not fixed:  # cheaper settings on one device come before sharding
-        fitting = fitting or one_device[:1]
+    if not fitting and not fixed:  # the task as asked, sharded, before cheaper settings on one
+        fitting = one_device[:1]
     chosen = min(fitting, key=_cost) if fitting else None
     if chosen is not None:
         others = sorted((o for o in fitting if o is not chosen), key=_cost)
@@ -114,11 +113,6 @@ def _sharded(
     count = plan.devices.count
     if fixed:
         layouts = [plan.layout]
-        if plan.layout.world_size > count:
-            raise UserError(
-                f"layout {plan.layout} needs {plan.layout.world_size} devices, the plan has "
-                f"{count}; give --gpus with {plan.layout.world_size}."
-            )
     else:
         layouts = list(legal_layouts(facts, count, task=plan.task)) if count > 1 else []
     options = []
@@ -158,10 +152,8 @@ def _levers(plan: Plan, facts: ModelFacts, machine: Machine | None) -> list[Opti
     """The task on one device with cheaper settings, each with the ones before it."""
     one = _with(plan, Layout())
     if plan.task == "serve":
-        half = one.model_copy(
-            update={"precision": one.precision.model_copy(update={"compute": "bf16"})}
-        )
-        return [_option("bf16 weights", half, facts, machine)]
+        is_half = one.precision.compute == "bf16"
+        return [] if is_half else [_option("bf16 weights", _bf16(one), facts, machine)]
     steps = []
     if one.train.micro_batch > 1:
         one = _train(one, micro_batch=1)
@@ -170,9 +162,7 @@ def _levers(plan: Plan, facts: ModelFacts, machine: Machine | None) -> list[Opti
         one = _train(one, checkpointing="full")
         steps.append(("+ checkpointing=full (a third more compute)", one))
     if one.precision.compute == "fp32":
-        one = one.model_copy(
-            update={"precision": one.precision.model_copy(update={"compute": "bf16"})}
-        )
+        one = _bf16(one)
         steps.append(("+ compute=bf16 (states stay fp32)", one))
     return [_option(name, candidate, facts, machine) for name, candidate in steps]
 
@@ -186,7 +176,9 @@ def _option(name: str, plan: Plan, facts: ModelFacts, machine: Machine | None) -
     if training:
         evidence["tokens_per_step"] = plan.train.global_batch * plan.train.seq_len
     if machine is not None and step_s is not None:
-        evidence["step_evidence"] = f"analytic on speeds measured {machine.date}, within 40%"
+        evidence["step_evidence"] = (
+            f"analytic on speeds measured {machine.date}, within 40% so far on CPU"
+        )
     capacity = plan.devices.memory_gib
     return Option(
         name=name,
@@ -237,6 +229,10 @@ def _name(plan: Plan) -> str:
 
 def _with(plan: Plan, layout: Layout) -> Plan:
     return plan.model_copy(update={"layout": layout})
+
+
+def _bf16(plan: Plan) -> Plan:
+    return plan.model_copy(update={"precision": Precision(compute="bf16")})
 
 
 def _train(plan: Plan, **changes: object) -> Plan:

@@ -85,7 +85,7 @@ def traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
         hidden = layers * (5 if recompute else 4) + 2 * num_micro
         sums = [
             (hidden, tokens * facts.hidden_size * c),
-            (2 * layers if facts.family.qk_norm else 0, facts.head_dim * c),
+            (2 * layers if facts.family.qk_norm else 0, facts.head_dim * FP32),
             (num_micro, tokens * FP32),
             (num_micro, 2 * tokens * FP32),
         ]

@@ -17,24 +17,24 @@ from shardwise import console
 from shardwise.config import Plan
 from shardwise.parallel.mesh import Mesh
 from shardwise.probe.process import peak_bytes
-from shardwise.trainer.checkpoint import (
+from shardwise.trainer.checkpoint import load_optimizer, save_checkpoint
+from shardwise.trainer.data.batches import Batch, micro_batches, rows_of_step, steps_per_epoch
+from shardwise.trainer.data.store import Rows, open_rows
+from shardwise.trainer.measured import MEASURED_FILE, METRICS_FILE, Measured
+from shardwise.trainer.optim import learning_rate_at, make_optimizer
+from shardwise.trainer.progress import Progress
+from shardwise.trainer.state import (
     State,
     checkpoint_dir,
     complete_checkpoints,
-    load_optimizer,
     read_state,
-    save_checkpoint,
+    row_order,
 )
-from shardwise.trainer.data.batches import Batch, micro_batches, rows_of_step, steps_per_epoch
-from shardwise.trainer.data.store import Rows, open_rows
-from shardwise.trainer.measured import MEASURED_FILE, Measured
-from shardwise.trainer.optim import learning_rate_at, make_optimizer
-from shardwise.trainer.progress import Progress
 from shardwise.trainer.step import StepResult, evaluate, train_step
 from shardwise.weights.load import load_model
 
-METRICS_FILE = "metrics.jsonl"
-TRAIN_ROWS, EVAL_ROWS = "data/train", "data/eval"
+TRAIN_ROWS, EVAL_ROWS, MODEL_FILES = "data/train", "data/eval", "model-files"
+"""folders below the job's work folder, prepared before the ranks start"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,9 @@ class Run:
 
     plan: Plan
     folder: Path
+    """of the run: checkpoints and metrics"""
+    work: Path
+    """of the job: rows and the model's small files"""
     mesh: Mesh
     rows: Rows
     eval_rows: Rows | None
@@ -71,26 +74,27 @@ class StepRecord:
     seconds: float
 
 
-def run_train(plan: Plan, folder: Path, mesh: Mesh) -> None:
+def run_train(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> None:
     """Train by the plan on prepared rows; every rank runs this.
 
     Continues from the newest complete checkpoint of the run's folder, if there is one. The first
     rank writes metrics and what was measured; every rank writes its shards of the checkpoints.
     """
     began = time.perf_counter()
-    run = _set_up(plan, folder, mesh)
+    run = _set_up(plan, folder, work, mesh)
     if run.is_first:
         _forget_metrics_after(folder / METRICS_FILE, run.start)
         seconds = time.perf_counter() - began
         console.out.print(f"each rank has loaded its shards ({seconds:.1f} s)")
     before = _evaluate(run)
     if run.is_first and before is not None:
-        console.out.print(f"evaluation loss at step {run.start}: [b]{before:.4f}[/b]")
+        console.out.print(f"evaluation loss at step {run.start}: {before:.4f}", style="bold")
     records = _run_steps(run)
     after = _evaluate(run)
     if run.is_first and before is not None and after is not None:
         console.out.print(
-            f"evaluation loss at step {run.num_steps}: [b]{after:.4f}[/b] (before: {before:.4f})"
+            f"evaluation loss at step {run.num_steps}: {after:.4f} (before: {before:.4f})",
+            style="bold",
         )
     _write_measured(run, records, before, after)
     if run.is_first:
@@ -103,7 +107,7 @@ def total_steps(plan: Plan, num_rows: int) -> int:
     return min(steps, plan.train.max_steps or steps)
 
 
-def _set_up(plan: Plan, folder: Path, mesh: Mesh) -> Run:
+def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
     """Load the model (or the newest checkpoint) and the rows."""
     checkpoints = complete_checkpoints(folder)
     source = str(checkpoints[-1] / "model") if checkpoints else plan.model
@@ -111,12 +115,13 @@ def _set_up(plan: Plan, folder: Path, mesh: Mesh) -> Run:
     optimizer = make_optimizer(model, plan.train)
     if checkpoints:
         load_optimizer(checkpoints[-1], model, optimizer)
-    eval_folder = folder / EVAL_ROWS
+    eval_folder = work / EVAL_ROWS
     return Run(
         plan=plan,
         folder=folder,
+        work=work,
         mesh=mesh,
-        rows=open_rows(folder / TRAIN_ROWS),
+        rows=open_rows(work / TRAIN_ROWS),
         eval_rows=open_rows(eval_folder) if eval_folder.exists() else None,
         model=model,
         optimizer=optimizer,
@@ -137,9 +142,7 @@ def _run_steps(run: Run) -> list[StepRecord]:
             speed = record.num_tokens / record.seconds
             progress.update(step + 1, record.result.loss, speed, peak)
             if _is_save_step(run, step + 1):
-                state = State(step=step + 1, num_rows=len(run.rows), loss=record.result.loss)
-                target = checkpoint_dir(run.folder, step + 1)
-                save_checkpoint(target, run.model, run.optimizer, run.plan, state)
+                _save(run, step + 1, record.result.loss)
     return records
 
 
@@ -152,6 +155,18 @@ def _run_step(run: Run, step: int) -> StepRecord:
     num_tokens = sum(len(run.rows[number][0]) for number in numbers)
     seconds = time.perf_counter() - began
     return StepRecord(result=result, num_tokens=num_tokens, seconds=seconds)
+
+
+def _save(run: Run, step: int, loss: float) -> None:
+    order = row_order(run.plan, run.work / TRAIN_ROWS)
+    save_checkpoint(
+        checkpoint_dir(run.folder, step),
+        run.model,
+        run.optimizer,
+        run.plan,
+        State(step=step, row_order=order, loss=loss),
+        run.work / MODEL_FILES,
+    )
 
 
 def _batches(run: Run, rows: Rows, numbers: Sequence[int]) -> list[Batch]:

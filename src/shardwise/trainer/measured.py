@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.config import Config
 
 MEASURED_FILE = "measured.json"
+METRICS_FILE = "metrics.jsonl"
 
 
 class Measured(Config):

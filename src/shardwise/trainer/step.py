@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import Train
 from shardwise.errors import ShardwiseError
-from shardwise.parallel.data import begin_micro_batch
+from shardwise.parallel.data import begin_micro_batch, let_go
 from shardwise.parallel.grads import clip, global_norm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.tensor import vocab_range
@@ -79,7 +79,7 @@ def evaluate(model: PreTrainedModel, batches: Sequence[Batch], mesh: Mesh) -> fl
     for batch in batches:
         loss += batch_loss_sum(model, batch, mesh)
     model.train()
-    model.reshard()  # a forward without a backward leaves it gathered
+    let_go(model)
     return mesh.sum_over(loss, mesh.data_axes).item() / max(1, total_targets)
 
 

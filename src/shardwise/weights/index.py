@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 
+SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OFFSETS_KEY = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes a piece's offset
@@ -69,7 +70,11 @@ def open_index(directory: str | Path) -> WeightIndex:
     if not names:
         raise UserError(_nothing_to_load(path, pickles))
     notes = [f"{', '.join(pickles)}: ignored, the safetensors files are used"] if pickles else []
-    weight_map = _read_weight_map(path)
+    weight_map = None
+    if SINGLE_FILE in names:  # as transformers has it: the single file wins over an index
+        names = [SINGLE_FILE]
+    else:
+        weight_map = _read_weight_map(path)
     if weight_map is not None:
         absent = sorted(set(weight_map.values()) - set(names))
         if absent:
@@ -91,12 +96,17 @@ def open_index(directory: str | Path) -> WeightIndex:
 
 
 def verify(
-    index: WeightIndex, expected: Mapping[str, tuple[int, ...]], *, tied: bool
+    index: WeightIndex,
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    tied: bool,
+    compare_tied: bool = True,
 ) -> tuple[str, ...]:
     """Check that an index holds exactly the model's parameters.
 
     Args:
         expected: parameter name -> shape; of tied weights only the embedding.
+        compare_tied: read a stored head too, to tell whether it equals the embedding.
 
     Returns:
         Warnings for the user, such as tensors that the model does not use.
@@ -114,7 +124,7 @@ def verify(
     warnings = list(index.notes)
     if unknown:
         warnings.append(f"tensors that the model does not use: {_some(unknown)}")
-    if tied and HEAD in index.pieces:
+    if tied and compare_tied and HEAD in index.pieces:
         same = "equal" if _equal_bytes(index.pieces[HEAD], index.pieces[EMBEDDING]) else "DIFFERENT"
         warnings.append(
             f"the model ties its head to its embedding, but the files hold both, with {same} "

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import UserError
 from shardwise.models.facts import CONFIG_FILE, ModelFacts
-from shardwise.weights.index import INDEX_FILE, WeightIndex
+from shardwise.weights.index import INDEX_FILE, SINGLE_FILE, WeightIndex
 from shardwise.weights.load import read_into
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,7 +87,7 @@ def _files(facts: ModelFacts, dtype: torch.dtype, max_file_bytes: int) -> Iterat
 
 
 def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+    return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _write_file(

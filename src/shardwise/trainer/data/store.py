@@ -12,6 +12,7 @@ import numpy.typing as npt
 from shardwise.errors import UserError
 from shardwise.trainer.data.chat import Example, cut
 
+IDS_FILE = "ids.npy"
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
@@ -78,7 +79,7 @@ def write_rows(folder: Path, examples: Iterable[Example], *, seq_len: int) -> Su
         )
     folder.mkdir(parents=True, exist_ok=True)
     starts = np.concatenate(([0], np.cumsum([len(row) for row in ids])))
-    np.save(folder / "ids.npy", np.concatenate(ids))
+    np.save(folder / IDS_FILE, np.concatenate(ids))
     np.save(folder / "trained.npy", np.concatenate(trained))
     np.save(folder / "starts.npy", starts.astype(np.int64))
     return Summary(
@@ -93,7 +94,7 @@ def write_rows(folder: Path, examples: Iterable[Example], *, seq_len: int) -> Su
 def open_rows(folder: Path) -> Rows:
     """Map the rows that `write_rows` wrote."""
     return Rows(
-        ids=np.load(folder / "ids.npy", mmap_mode="r"),
+        ids=np.load(folder / IDS_FILE, mmap_mode="r"),
         trained=np.load(folder / "trained.npy", mmap_mode="r"),
         starts=np.load(folder / "starts.npy"),
     )

@@ -1,0 +1,105 @@
+"""The directory of a run: never another one's, never two commands at once, resumed as it was."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwise.config import Plan
+from shardwise.errors import UserError
+from shardwise.launch.job import WORK_DIR
+from shardwise.models.facts import ModelFacts
+from shardwise.trainer.measured import METRICS_FILE
+from shardwise.trainer.state import (
+    CHECKPOINTS_DIR,
+    checkpoint_bytes,
+    complete_checkpoints,
+    read_state,
+    row_order,
+)
+
+LOCK_FILE = "lock"
+
+
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Hold a run's directory for this process alone; creates it.
+
+    Raises:
+        UserError: it holds something else, another command is working in it, or it cannot be
+            written.
+    """
+    work = run_dir / WORK_DIR
+    is_ours = (work / LOCK_FILE).exists()
+    if run_dir.exists() and not is_ours and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise UserError(f"{run_dir} is not empty and is no Shardwise run; give another --out.")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        lock = (work / LOCK_FILE).open("w")
+    except OSError as error:
+        raise UserError(f"cannot write to {run_dir}: {error}.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"another command is training in {run_dir}; wait for it, or give another --out."
+            ) from None
+        yield
+
+
+def check_resume(run_dir: Path, *, resume: bool) -> None:
+    """Refuse to start over in a run that has checkpoints, or to resume one that has none."""
+    checkpoints = complete_checkpoints(run_dir)
+    if checkpoints and not resume:
+        raise UserError(
+            f"{run_dir} already holds {checkpoints[-1].name}; continue it with --resume, or give "
+            "another --out."
+        )
+    if resume and not checkpoints:
+        raise UserError(f"{run_dir} holds no complete checkpoint to resume from.")
+
+
+def check_same_rows(run_dir: Path, plan: Plan, rows_folder: Path, num_steps: int) -> None:
+    """Refuse to resume on other rows, in another order, or past the end.
+
+    Raises:
+        UserError: naming the value in the checkpoint and the one given now.
+    """
+    checkpoints = complete_checkpoints(run_dir)
+    if not checkpoints:
+        return
+    state = read_state(checkpoints[-1])
+    then, now = state.row_order, row_order(plan, rows_folder)
+    for name, value in then.model_dump().items():
+        if getattr(now, name) != value:
+            raise UserError(
+                f"cannot resume {checkpoints[-1]}: {name} was {value} and is now "
+                f"{getattr(now, name)}; give the same data and settings."
+            )
+    if state.step >= num_steps:
+        raise UserError(
+            f"{run_dir} is already at step {state.step} of {num_steps}; raise train.max_steps or "
+            "train.epochs to train on."
+        )
+
+
+def tidy(run_dir: Path, facts: ModelFacts, *, resume: bool) -> None:
+    """Remove what an interrupted command has left, and make sure that a checkpoint has room.
+
+    Raises:
+        UserError: the disk has less room than one checkpoint needs.
+    """
+    for partial in (run_dir / CHECKPOINTS_DIR).glob(".step-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+    if not resume:
+        (run_dir / METRICS_FILE).unlink(missing_ok=True)
+    free, need = shutil.disk_usage(run_dir).free, checkpoint_bytes(facts)
+    if free < need:
+        raise UserError(
+            f"the disk of {run_dir} has {free / 2**30:.2f} GiB left, one checkpoint needs "
+            f"{need / 2**30:.2f} GiB; make room, or give another --out."
+        )

@@ -1,0 +1,103 @@
+"""Where a run stands, and which of its checkpoints are complete. No torch.
+
+step-000024/
+  model/       config, tokenizer and this step's weights, one set of files a rank; a weight
+               source like any other, so it can be served or exported as it is
+  optimizer/   the two moments of AdamW, one set of files a rank
+  plan.yaml    the plan of the run
+  state.json   step, order of the rows, file sizes; written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from shardwise.config import Config, Plan, parse
+from shardwise.errors import UserError
+from shardwise.models.facts import ModelFacts
+from shardwise.trainer.data.store import IDS_FILE, open_rows
+
+CHECKPOINTS_DIR = "checkpoints"
+STATE_FILE = "state.json"
+_NAME = re.compile(r"step-(\d{6,})$")
+
+
+class RowOrder(Config):
+    """What decides which rows an optimizer step has."""
+
+    num_rows: int = Field(ge=1)
+    global_batch: int = Field(ge=1)
+    seed: int = Field(ge=0)
+    data_digest: str = Field(description="SHA-256 of the rows' token ids")
+
+
+class State(Config):
+    """Where a run stands."""
+
+    version: Literal[1] = 1
+    step: int = Field(ge=0, description="optimizer steps done")
+    row_order: RowOrder
+    loss: float
+    files: dict[str, int] = Field(default={}, description="file -> bytes")
+
+
+def row_order(plan: Plan, rows_folder: Path) -> RowOrder:
+    """The order that a plan gives to the rows that `write_rows` has written."""
+    digest = hashlib.sha256((rows_folder / IDS_FILE).read_bytes()).hexdigest()
+    return RowOrder(
+        num_rows=len(open_rows(rows_folder)),
+        global_batch=plan.train.global_batch,
+        seed=plan.train.seed,
+        data_digest=digest,
+    )
+
+
+def checkpoint_bytes(facts: ModelFacts) -> int:
+    """Size of a checkpoint: fp32 weights and the two moments."""
+    return 12 * facts.num_parameters
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run_dir / CHECKPOINTS_DIR / f"step-{step:06d}"
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first. Partial ones are never listed."""
+    found = [
+        path
+        for path in (run_dir / CHECKPOINTS_DIR).glob("step-*")
+        if _NAME.match(path.name) and why_incomplete(path) is None
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def why_incomplete(path: Path) -> str | None:
+    """What a checkpoint lacks; None if it is complete."""
+    try:
+        state = read_state(path)
+    except UserError as error:
+        return str(error)
+    for name, size in state.files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != size:
+            return f"{file} has {file.stat().st_size} bytes, not {size}"
+    return None
+
+
+def read_state(path: Path) -> State:
+    """The state of a checkpoint (`UserError` if there is none that can be read)."""
+    file = path / STATE_FILE
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no complete checkpoint: {error}.") from None
+    return parse(State, data, source=str(file))
