@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.config import Layout, Plan, Precision, parse, with_overrides
+from shardwise.config import Devices, Layout, Plan, Precision, parse, with_overrides
+from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts, read_facts
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
@@ -50,22 +51,25 @@ def plan(
         UserError: the model, the devices or a value cannot be used, or weights are there but not
             whole.
     """
-    devices = parse_devices(gpus, memory_gib)
-    asked = parse(
-        Plan,
-        {
-            "model": str(Path(model).resolve()),
-            "task": task,
-            "layout": layout or Layout(),
-            "devices": devices,
-            "precision": Precision(compute="fp32" if devices.kind == "cpu" else "bf16"),
-        },
-        source="plan",
-    )
+    asked = base_plan(model, task, layout or Layout(), gpus, memory_gib)
     asked = with_overrides(asked, overrides)
     facts = read_facts(model)
     answer = search(asked, facts, machine, fixed=layout is not None)
     return replace(answer, notes=_weight_notes(Path(model), facts))
+
+
+def base_plan(
+    model: str | Path,
+    task: str,
+    layout: Layout,
+    gpus: str | None = None,
+    memory_gib: float | None = None,
+) -> Plan:
+    """A plan with the defaults of a kind of device: fp32 compute on cpu, bf16 elsewhere."""
+    devices = parse_devices(gpus, memory_gib) if gpus is not None else Devices()
+    precision = Precision(compute="fp32" if devices.kind == "cpu" else "bf16")
+    data = {"model": str(Path(model).resolve()), "task": task, "layout": layout}
+    return parse(Plan, {**data, "devices": devices, "precision": precision}, source="plan")
 
 
 def _weight_notes(model: Path, facts: ModelFacts) -> tuple[str, ...]:
@@ -89,10 +93,9 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
         and `task="serve"` it is the plain model.
 
     Raises:
-        UserError: the plan is not legal for the model, or its files are not whole.
+        UserError: the plan is not legal for the model, its files are not whole, or the process
+            group has another size.
     """
-    import tempfile
-
     import torch.distributed as dist
 
     from shardwise.launch.start import device_type
@@ -101,10 +104,16 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
     from shardwise.weights.load import load_model
 
     if mesh is None:
+        kind = device_type(plan)
         if not dist.is_initialized():
-            store = Path(tempfile.mkdtemp()) / "rendezvous"
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-        mesh = build_mesh(plan.layout, device_type(plan))
+            backend = dist.get_default_backend_for_device(kind)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        if dist.get_world_size() != plan.layout.world_size:
+            raise UserError(
+                f"layout {plan.layout} needs {plan.layout.world_size} processes, the process group "
+                f"has {dist.get_world_size()}; start them with torchrun, or use a smaller layout."
+            )
+        mesh = build_mesh(plan.layout, kind)
     serving = plan.task == "serve"
     at_rest = COMPUTE_DTYPES[plan.precision.compute if serving else "fp32"]
     return load_model(plan, mesh, dtype or at_rest)

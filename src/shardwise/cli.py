@@ -23,15 +23,25 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     pass
 
+
+def _example(*lines: str) -> str:
+    return "\n\n".join(["[bold]Example[/bold]", *(f"  $ {line}" for line in lines)])
+
+
 app = typer.Typer(
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Plan, fine-tune and serve large language models over many devices with one plan file.",
+    epilog=_example(
+        "shardwise plan ./my-model --gpus cpu:2 --out plan.yaml",
+        "shardwise train plan.yaml --data rows.jsonl --out run",
+    ),
 )
-catalog = typer.Typer(help="The facts that planning rests on.")
+catalog = typer.Typer(
+    help="The facts that planning rests on.", epilog=_example("shardwise catalog devices")
+)
 app.add_typer(catalog, name="catalog")
 
 SetOption = Annotated[
@@ -43,10 +53,6 @@ LayoutOption = Annotated[
     typer.Option("--layout", metavar="AXES", help="Use this layout, like fsdp=2,tp=3."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
-
-
-def _example(*lines: str) -> str:
-    return "\n\n".join(["[bold]Example[/bold]", *(f"  $ {line}" for line in lines)])
 
 
 def _print_version(value: bool) -> None:
@@ -191,7 +197,7 @@ def export(
     )
 )
 def serve(
-    model: Annotated[str, typer.Argument(help="A model directory, or a plan file.")],
+    model: Annotated[str, typer.Argument(help="A model directory, a run, or a plan file.")],
     layout: LayoutOption = None,
     gpus: Annotated[
         str | None, typer.Option(help="Devices, like cpu:3. Default: cpu, one per rank.")
@@ -200,9 +206,10 @@ def serve(
     set_: SetOption = None,
 ) -> None:
     """Serve a model over the OpenAI API, split over processes by tensor parallelism."""
-    from shardwise.config import Devices, Layout, Plan, load_plan, with_overrides
+    from shardwise.api import base_plan
+    from shardwise.config import Layout, load_plan, with_overrides
+    from shardwise.launch.export import find_model
     from shardwise.launch.start import start_serve
-    from shardwise.planner.devices import parse_devices
 
     overrides = [*([f"serve.port={port}"] if port is not None else []), *(set_ or [])]
     if Path(model).suffix in (".yaml", ".yml"):
@@ -211,10 +218,8 @@ def serve(
         plan_ = load_plan(model, overrides)
     else:
         shape = _layout(layout) if layout else Layout()
-        devices = parse_devices(gpus) if gpus else Devices(count=shape.world_size)
-        directory = str(Path(model).resolve())
-        base = Plan(model=directory, task="serve", layout=shape, devices=devices)
-        plan_ = with_overrides(base, overrides)
+        directory, _ = find_model(Path(model))
+        plan_ = with_overrides(base_plan(directory, "serve", shape, gpus), overrides)
     start_serve(plan_)
 
 
@@ -233,7 +238,7 @@ def probe(
         console.out.print(f"measuring with {processes} process(es), about ten seconds ...")
     machine = start_probe(processes, kind)
     if out is not None:
-        machine.save(out)
+        _write(out, machine.to_yaml())
     if as_json:
         typer.echo(machine.model_dump_json(indent=2))
         return
@@ -272,10 +277,14 @@ def schema() -> None:
 
 
 @catalog.command("devices", epilog=_example("shardwise catalog devices"))
-def devices() -> None:
+def devices(as_json: JsonOption = False) -> None:
     """List the accelerators that a plan can name."""
     from shardwise.catalog import load_devices
 
+    if as_json:
+        rows = [device.model_dump() for device in load_devices().values()]
+        typer.echo(json.dumps(rows, indent=2))
+        return
     for device in load_devices().values():
         typer.echo(
             f"{device.name:<12} {device.usable_gib:7.2f} GiB  {device.source} ({device.date})"
@@ -283,20 +292,25 @@ def devices() -> None:
 
 
 @catalog.command("families", epilog=_example("shardwise catalog families"))
-def families() -> None:
+def families(as_json: JsonOption = False) -> None:
     """List the model families and the kinds of parallelism that are proved for each."""
+    from shardwise.models.families import FAMILIES
     from shardwise.planner.capabilities import table
 
+    if as_json:
+        proved = {row.model_type: row.proved for row in FAMILIES.values()}
+        typer.echo(json.dumps(proved, indent=2))
+        return
     typer.echo(table())
 
 
 def _layout(text: str) -> Layout:
-    from shardwise.config import Layout, parse, read_yaml
+    from shardwise.config import Layout, parse
 
     pairs = [item.partition("=") for item in text.split(",")]
-    if not all(sep and key.strip() for key, sep, _ in pairs):
+    if not all(key.strip() and value.strip().isdecimal() for key, _, value in pairs):
         raise UserError(f"--layout {text!r} is not of the form axis=N,axis=N, like fsdp=2,tp=3.")
-    return parse(Layout, {k.strip(): read_yaml(v) for k, _, v in pairs}, source="--layout")
+    return parse(Layout, {key.strip(): int(value) for key, _, value in pairs}, source="--layout")
 
 
 def _write(path: Path, text: str) -> None:
@@ -314,6 +328,8 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "shardwise"
         _fail(f"{error.format_message().rstrip('.')}; see `{command} --help`.", 2)
+    except OSError as error:  # a file that cannot be read or written, wherever it is met
+        _fail(f"{error.filename or 'a file'}: {error.strerror or error}.", 2)
     except ShardwiseError as error:
         if isinstance(error, UserError) and os.environ.get("RANK", "0") != "0":
             sys.exit(error.exit_code)  # the first rank says it

@@ -32,7 +32,7 @@ def train_on_rank(
     from shardwise.parallel.mesh import build_mesh
     from shardwise.trainer.checkpoint import load_optimizer, save_checkpoint
     from shardwise.trainer.optim import make_optimizer
-    from shardwise.trainer.state import State
+    from shardwise.trainer.state import RowOrder, State
     from shardwise.trainer.step import train_step
     from shardwise.weights.load import load_model
 
@@ -50,8 +50,9 @@ def train_on_rank(
         result = train_step(sharded, optimizer, micro, mesh, train, train.learning_rate)
         steps.append(_collect(sharded, result, mesh))
     if save is not None:
-        state = State(step=todo.stop, num_rows=8, loss=steps[-1].loss)
-        save_checkpoint(Path(save), sharded, optimizer, plan, state)
+        order = RowOrder(num_rows=8, global_batch=8, seed=0, data_digest="")
+        state = State(step=todo.stop, row_order=order, loss=steps[-1].loss)
+        save_checkpoint(Path(save), sharded, optimizer, plan, state, Path(model))
     return steps
 
 

@@ -149,6 +149,7 @@ def test_a_tied_model_that_stores_its_head_too(tmp_path: Path, shift: float) -> 
     (warning,) = check(folder)
     assert ("DIFFERENT" in warning) == bool(shift)
     assert "model.embed_tokens.weight is used" in warning
+    assert "is not" in warning
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}'])

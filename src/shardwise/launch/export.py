@@ -42,7 +42,7 @@ def start_export(source: Path, out: Path, dtype: str | None, *, check: bool) -> 
     words = f"logits differ by at most {difference:.1e} (largest logit {largest:.1f})"
     if not difference <= TOLERANCE * largest:
         raise ShardwiseError(f"{out} is NOT the model that was exported: {words}.")
-    console.out.print(f"[green]equal[/green]: {words}")
+    console.out.print(f"equal: {words}", style="green")
 
 
 def find_model(source: Path) -> tuple[Path, Plan]:
@@ -59,7 +59,7 @@ def find_model(source: Path) -> tuple[Path, Plan]:
         checkpoints = [source]
     if not checkpoints:
         raise UserError(
-            f"{source} holds nothing to export: expected a run with a complete checkpoint, a "
-            f"checkpoint, or a directory with {CONFIG_FILE}."
+            f"no model at {str(source)!r}: expected a directory with {CONFIG_FILE}, a checkpoint, "
+            "or a run with a complete one (models are not downloaded; fetch one first)."
         )
     return checkpoints[-1] / "model", load_plan(checkpoints[-1] / PLAN_FILE)

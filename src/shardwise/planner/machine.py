@@ -51,13 +51,13 @@ class Machine(Config):
         share = math.log(num_bytes / size0) / math.log(size1 / size0)
         return math.exp(math.log(s0) + share * math.log(s1 / s0))
 
-    def save(self, path: Path) -> None:
-        """Write the measurements as YAML."""
-        path.write_text(yaml.safe_dump(self.model_dump(), sort_keys=False), encoding="utf-8")
+    def to_yaml(self) -> str:
+        """The measurements as YAML text."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
 def load_machine(path: Path) -> Machine:
-    """Read what `Machine.save` wrote (`UserError` if it cannot be read)."""
+    """Read what `Machine.to_yaml` gave (`UserError` if it cannot be read)."""
     try:
         data = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -2,7 +2,7 @@
 
 Checked against counting: parameters against the model that transformers builds, activations
 against the tensors that autograd really saves, totals against measured peaks
-(tests/unit/test_memory.py and tests/ranks/test_memory.py).
+(tests/unit/test_memory.py and tests/e2e/test_planned.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from shardwise.config import GIB, Memory, Plan
 from shardwise.models.facts import ModelFacts
 
 FP32 = 4
-_LOSS_CHUNK_TOKENS = 256  # as in trainer/loss.py: rows of the logits in fp32 at a time
+LOSS_CHUNK_TOKENS = 256
+"""tokens whose logits are in fp32 at a time, which the loss obeys"""
 _RUNTIME_BYTES = {"cpu": int(0.36 * GIB), "accelerator": int(1.0 * GIB)}
 """What a process holds before any tensor. CPU: interpreter, torch and transformers, measured with
 torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0.4 GiB."""
@@ -136,7 +137,7 @@ def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
     gradient alone with that of the head's weight."""
     vocab, c = -(-facts.vocab_size // plan.layout.tp), plan.precision.compute_bytes
     chunks = 1 if c == FP32 else 2
-    chunk = chunks * vocab * FP32 * min(tokens, _LOSS_CHUNK_TOKENS)
+    chunk = chunks * vocab * FP32 * min(tokens, LOSS_CHUNK_TOKENS)
     one = vocab * c * tokens
     return max(2 * one + chunk, one + vocab * facts.hidden_size * c)
 

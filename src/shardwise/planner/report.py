@@ -131,7 +131,7 @@ def _memory_table(answer: Answer) -> RenderableType:
         if any(values):
             table.add_row(name, *(gib(value) if value else "none yet" for value in values))
     totals = [single, *([chosen] if both and chosen else [])]
-    table.add_row("[b]total[/b]", *(f"[b]{gib(o.memory.total)}[/b]" for o in totals))
+    table.add_row("total", *(gib(o.memory.total) for o in totals), style="bold")
     table.add_row("a device has", *(gib(o.capacity) for o in totals))
     return Padding(table, (0, 0, 1, 2))
 
@@ -139,7 +139,7 @@ def _memory_table(answer: Answer) -> RenderableType:
 def _levers(answer: Answer) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for lever in answer.levers:
-        fits = "[green]fits[/green]" if lever.fits else "[red]does not fit[/red]"
+        fits = Text("fits", "green") if lever.fits else Text("does not fit", "red")
         table.add_row(lever.name, gib(lever.memory.total), fits)
     return Padding(table, (0, 0, 1, 2))
 

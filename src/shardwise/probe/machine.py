@@ -44,7 +44,7 @@ def run_probe(folder: Path, mesh: Mesh) -> None:
         collectives=timings,
     )
     if dist.get_rank() == 0:
-        machine.save(folder / MACHINE_FILE)
+        (folder / MACHINE_FILE).write_text(machine.to_yaml(), encoding="utf-8")
 
 
 def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:

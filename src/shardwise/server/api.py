@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
@@ -17,21 +19,39 @@ from fastapi import FastAPI, HTTPException
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import Receive, Scope, Send
+from transformers import AutoTokenizer
 
 from shardwise.config import Plan
 from shardwise.server.engine import Engine
 from shardwise.server.messages import Event, Request
 
 _DRAIN_S = 25
+_MAX_STOPS = 4
+
+
+class TextPart(BaseModel):
+    """A piece of a turn's content."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
 
 
 class ChatMessage(BaseModel):
     """One turn."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    role: Literal["system", "user", "assistant"]
-    content: str
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        """As a chat template reads it; templates know the developer as the system."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class StreamOptions(BaseModel):
@@ -49,18 +69,42 @@ class ChatRequest(BaseModel):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stream: bool = False
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Literal[1] = 1
-    user: str | None = None
+    # what changes nothing is taken, anything else is refused
+    n: Literal[1] | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logprobs: Literal[False] | None = None
+    user: str | None = Field(default=None, description="a label of the client's; not used")
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > _MAX_STOPS or not all(stops):
+            raise ValueError(f"expected at most {_MAX_STOPS} texts, none of them empty")
+        return stop
+
+    @field_validator("presence_penalty", "frequency_penalty", mode="before")
+    @classmethod
+    def _accept_zero(cls, value: Any) -> Any:
+        return 0 if value == 0 and not isinstance(value, bool) else value
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop texts, however they were written."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 def run_api(engine: Engine, plan: Plan, context: int) -> None:
     """Serve HTTP until SIGTERM or SIGINT; open answers are finished first."""
-    app = build_app(engine, model_name=plan.model.rstrip("/").rsplit("/", 1)[-1], context=context)
+    tokenizer = AutoTokenizer.from_pretrained(plan.model, local_files_only=True)
+    app = build_app(engine, tokenizer, model_name=Path(plan.model).name, context=context)
     config = uvicorn.Config(
         app,
         host=plan.serve.host,
@@ -69,23 +113,30 @@ def run_api(engine: Engine, plan: Plan, context: int) -> None:
         timeout_graceful_shutdown=_DRAIN_S,
     )
     server = uvicorn.Server(config)
-    app.state.stop = lambda: setattr(server, "should_exit", True)
+    engine.on_failure = lambda: setattr(server, "should_exit", True)
+    # uvicorn repeats a signal once it has shut down; the other ranks are still to be told
+    signal.signal(signal.SIGTERM, lambda *_: None)
     server.run()
 
 
-def build_app(engine: Engine, *, model_name: str, context: int) -> FastAPI:
-    """The application around an engine; `context` is prompt + answer in tokens."""
+def build_app(engine: Engine, tokenizer: Any, *, model_name: str, context: int) -> FastAPI:
+    """The application around an engine.
+
+    Args:
+        tokenizer: the API's own, because the engine's thread uses another.
+        context: prompt and answer in tokens; a larger max_tokens is cut at it.
+    """
     app = FastAPI(title="Shardwise", openapi_url="/openapi.json")
-    app.state.stop = lambda: None
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: HttpRequest, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        names = [str(part) for part in first["loc"] if part != "body"]
+        where = "" if first["type"] == "json_invalid" else ".".join(names)
         return _error(400, f"{where}: {first['msg']}".removeprefix(": "))
 
-    @app.exception_handler(HTTPException)
-    async def refused(_: HttpRequest, error: HTTPException) -> JSONResponse:
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(_: HttpRequest, error: StarletteHTTPException) -> JSONResponse:
         return _error(error.status_code, str(error.detail), dict(error.headers or {}))
 
     @app.get("/health")
@@ -94,31 +145,38 @@ def build_app(engine: Engine, *, model_name: str, context: int) -> FastAPI:
             return _error(503, f"the engine has failed: {engine.failure}")
         return JSONResponse({"status": "ok"})
 
+    entry = {"id": model_name, "object": "model", "created": 0, "owned_by": "shardwise"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        entry = {"id": model_name, "object": "model", "created": 0, "owned_by": "shardwise"}
         return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != model_name:
+            raise HTTPException(404, f"model {name!r} is not served here, {model_name!r} is")
+        return entry
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: HttpRequest) -> StreamingResponse | JSONResponse:
         if body.model != model_name:
             raise HTTPException(404, f"model {body.model!r} is not served here, {model_name!r} is")
-        answer = _Answer(body, _prompt(engine, body), context)
+        answer = _Answer(body, _prompt(tokenizer, body), context)
         if not engine.submit(answer.request):
             if engine.failure is not None:
                 raise HTTPException(503, f"the engine has failed: {engine.failure}")
             raise HTTPException(429, "the queue is full", headers={"Retry-After": "5"})
         if body.stream:
-            return StreamingResponse(answer.stream(app), media_type="text/event-stream")
-        return await answer.whole(app, http)
+            return _AnswerStream(answer)
+        return await answer.whole(http)
 
     return app
 
 
-def _prompt(engine: Engine, body: ChatRequest) -> list[int]:
-    messages = [message.model_dump() for message in body.messages]
+def _prompt(tokenizer: Any, body: ChatRequest) -> list[int]:
+    messages = [message.plain() for message in body.messages]
     try:
-        encoded = engine.tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True
         )
     except Exception as error:
@@ -143,13 +201,14 @@ class _Answer:
         self.request = Request(
             prompt=prompt,
             max_tokens=min(wanted, room),
-            temperature=body.temperature,
-            top_p=body.top_p,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
             seed=body.seed,
+            stop=body.stops,
             send=lambda event: loop.call_soon_threadsafe(self._events.put_nowait, event),
         )
 
-    async def whole(self, app: FastAPI, http: HttpRequest) -> JSONResponse:
+    async def whole(self, http: HttpRequest) -> JSONResponse:
         """The answer in one piece."""
         text, event = "", Event()
         try:
@@ -163,7 +222,6 @@ class _Answer:
         finally:
             self.request.cancelled.set()
         if event.finish == "error":
-            app.state.stop()
             return _error(500, f"the engine has failed: {event.error}")
         choice = {
             "index": 0,
@@ -174,25 +232,22 @@ class _Answer:
         body = {**self._frame("chat.completion"), "choices": [choice], "usage": self._usage(event)}
         return JSONResponse(body)
 
-    async def stream(self, app: FastAPI) -> AsyncIterator[str]:
+    async def stream(self) -> AsyncIterator[str]:
         """The answer as server-sent events."""
-        try:
-            yield self._chunk({"role": "assistant", "content": ""}, None)
-            event = Event()
-            while event.finish is None:
-                event = await self._events.get()
-                if event.finish == "error":
-                    app.state.stop()
-                    yield _sse({"error": {"message": event.error, "type": "server_error"}})
-                    return
-                if event.text or event.finish:
-                    yield self._chunk({"content": event.text} if event.text else {}, event.finish)
-            if self._body.stream_options and self._body.stream_options.include_usage:
-                frame = self._frame("chat.completion.chunk")
-                yield _sse({**frame, "choices": [], "usage": self._usage(event)})
-            yield "data: [DONE]\n\n"
-        finally:
-            self.request.cancelled.set()
+        yield self._chunk({"role": "assistant", "content": ""}, None)
+        event = Event()
+        while event.finish is None:
+            event = await self._events.get()
+            if event.finish == "error":
+                yield _sse({"error": {"message": event.error, "type": "server_error"}})
+                return
+            if event.text:
+                yield self._chunk({"content": event.text}, None)
+        yield self._chunk({}, event.finish)
+        if self._body.stream_options and self._body.stream_options.include_usage:
+            frame = self._frame("chat.completion.chunk")
+            yield _sse({**frame, "choices": [], "usage": self._usage(event)})
+        yield "data: [DONE]\n\n"
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {
@@ -212,6 +267,20 @@ class _Answer:
             "completion_tokens": event.num_tokens,
             "total_tokens": self._num_prompt + event.num_tokens,
         }
+
+
+class _AnswerStream(StreamingResponse):
+    """Tells the engine when the client is gone, even before the first event."""
+
+    def __init__(self, answer: _Answer) -> None:
+        super().__init__(answer.stream(), media_type="text/event-stream")
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.request.cancelled.set()
 
 
 def _sse(data: dict[str, Any]) -> str:

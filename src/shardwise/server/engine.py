@@ -9,25 +9,26 @@ from __future__ import annotations
 import queue
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoTokenizer, DynamicCache, GenerationConfig, PreTrainedModel
 
 from shardwise import console
 from shardwise.config import Plan
 from shardwise.models.facts import read_facts
 from shardwise.parallel.data import COMPUTE_DTYPES
 from shardwise.parallel.mesh import Mesh
-from shardwise.server.messages import END_OF_ANSWER, Command, Event, Request
+from shardwise.server.messages import END_OF_ANSWER, Command, Event, FinishReason, Request
 from shardwise.server.sampling import sample
-from shardwise.server.text import Detokenizer
+from shardwise.server.text import Detokenizer, StopText
 from shardwise.weights.load import load_model
 
-_KEEP_ALIVE_S = 20.0
+GENERATION_FILE = "generation_config.json"
 
 
 def run_serve(plan: Plan, mesh: Mesh) -> None:
@@ -40,8 +41,7 @@ def run_serve(plan: Plan, mesh: Mesh) -> None:
         return
     from shardwise.server.api import run_api
 
-    tokenizer = AutoTokenizer.from_pretrained(plan.model, local_files_only=True)
-    engine = Engine(model, mesh, tokenizer, max_queue=plan.serve.max_queue)
+    engine = Engine(model, mesh, plan)
     console.out.print(
         f"serving {Path(plan.model).name} on http://{plan.serve.host}:{plan.serve.port}/v1 "
         f"({plan.layout}), context {context} tokens"
@@ -58,15 +58,17 @@ def run_serve(plan: Plan, mesh: Mesh) -> None:
 class Engine:
     """The first rank's side: a bounded queue of requests and the thread that answers them."""
 
-    def __init__(
-        self, model: PreTrainedModel, mesh: Mesh, tokenizer: Any, *, max_queue: int
-    ) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, model: PreTrainedModel, mesh: Mesh, plan: Plan) -> None:
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[], object] = lambda: None
+        """called once, by the engine's thread"""
         self._model, self._mesh = model, mesh
-        self._requests: queue.Queue[Request | None] = queue.Queue(maxsize=max_queue)
+        self._tokenizer = AutoTokenizer.from_pretrained(plan.model, local_files_only=True)
+        self._stop_ids = stop_ids(plan.model, self._tokenizer)
+        self._requests: queue.Queue[Request | None] = queue.Queue(maxsize=plan.serve.max_queue)
+        self._keep_alive_s = min(20.0, plan.serve.timeout_s / 3)
+        self._lock = threading.Lock()  # between a new request and the end of the engine
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._stop_ids = stop_ids(model, tokenizer)
 
     def start(self) -> None:
         """Begin to answer."""
@@ -74,13 +76,14 @@ class Engine:
 
     def submit(self, request: Request) -> bool:
         """Queue a request; False if the queue is full or the engine has failed."""
-        if self.failure is not None:
-            return False
-        try:
-            self._requests.put_nowait(request)
-        except queue.Full:
-            return False
-        return True
+        with self._lock:
+            if self.failure is not None:
+                return False
+            try:
+                self._requests.put_nowait(request)
+            except queue.Full:
+                return False
+            return True
 
     def stop(self) -> None:
         """Answer what is queued, then end all ranks."""
@@ -95,57 +98,68 @@ class Engine:
                     self._answer(request)
                 _tell(Command.STOP, 0, self._mesh)
         except BaseException as error:
-            self.failure = error
+            with self._lock:
+                self.failure = error
             self._fail_waiting(error)
+            self.on_failure()
 
     def _next(self) -> Request | None:
         while True:
             try:
-                return self._requests.get(timeout=_KEEP_ALIVE_S)
+                return self._requests.get(timeout=self._keep_alive_s)
             except queue.Empty:
                 _tell(Command.WAIT, 0, self._mesh)
 
     def _answer(self, request: Request) -> None:
+        """Generate until a stop token, the limit, or the client's leaving."""
         if request.cancelled.is_set():
             return
-        _tell(Command.GENERATE, len(request.prompt), self._mesh)
-        prompt = torch.tensor(request.prompt, device=self._mesh.device)
-        _broadcast(prompt, self._mesh)
+        detokenizer, stop_text = Detokenizer(self._tokenizer), StopText(request.stop)
+        count = 0
+        finish: FinishReason | None = None
+        try:
+            with closing(self._tokens(request)) as tokens:
+                while finish is None and not request.cancelled.is_set():
+                    token, count = next(tokens), count + 1
+                    is_last = token in self._stop_ids or count == request.max_tokens
+                    text = "" if token in self._stop_ids else detokenizer.add(token)
+                    text, stopped = stop_text.feed(text + (detokenizer.flush() if is_last else ""))
+                    if stopped or token in self._stop_ids:
+                        finish = "stop"
+                    elif is_last:
+                        finish = "length"
+                    if is_last and not stopped:
+                        text += stop_text.flush()
+                    request.send(Event(text=text, num_tokens=count, finish=finish))
+        except BaseException as error:
+            request.send(Event(finish="error", error=str(error)))
+            raise
+
+    def _tokens(self, request: Request) -> Generator[int, None, None]:
+        """Sampled tokens, one after the other; closing it ends the answer on every rank."""
         generator = torch.Generator()
         if request.seed is None:
             generator.seed()
         else:
             generator.manual_seed(request.seed)
-        detokenizer = Detokenizer(self.tokenizer)
+        _tell(Command.GENERATE, len(request.prompt), self._mesh)
+        prompt = torch.tensor(request.prompt, device=self._mesh.device)
+        _broadcast(prompt, self._mesh)
         steps = logits_by_step(self._model, self._mesh, prompt)
-        token: int | None = None
+        logits = next(steps)
         try:
-            for count in range(1, request.max_tokens + 1):
-                logits = next(steps) if token is None else steps.send(token)
+            while True:
                 token = sample(
                     logits,
                     temperature=request.temperature,
                     top_p=request.top_p,
                     generator=generator,
                 )
-                if token in self._stop_ids:
-                    text = detokenizer.flush()
-                    request.send(Event(text=text, num_tokens=count, finish="stop"))
-                    break
-                text = detokenizer.add(token)
-                if count == request.max_tokens:
-                    text += detokenizer.flush()
-                    request.send(Event(text=text, num_tokens=count, finish="length"))
-                    break
-                if request.cancelled.is_set():
-                    break
-                request.send(Event(text=text, num_tokens=count))
-            steps.send(END_OF_ANSWER)
-        except StopIteration:
-            return
-        except BaseException as error:
-            request.send(Event(finish="error", error=str(error)))
-            raise
+                yield token
+                logits = steps.send(token)
+        except GeneratorExit:
+            with suppress(StopIteration):
+                steps.send(END_OF_ANSWER)
 
     def _fail_waiting(self, error: BaseException) -> None:
         while True:
@@ -194,9 +208,11 @@ def logits_by_step(
         ids = token[None]
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+def stop_ids(model_dir: str, tokenizer: Any) -> set[int]:
     """Tokens that end an answer: the generation config's and the tokenizer's."""
-    given = model.generation_config.eos_token_id if model.generation_config else None
+    given = None
+    if (Path(model_dir) / GENERATION_FILE).exists():
+        given = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
     ids = given if isinstance(given, list) else [given]
     return {int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}
 

@@ -31,6 +31,8 @@ class Request:
     temperature: float
     top_p: float
     seed: int | None
+    stop: tuple[str, ...] = ()
+    """texts before which the answer ends"""
     send: Callable[[Event], object]
     """called by the engine's thread"""
     cancelled: threading.Event = field(default_factory=threading.Event)

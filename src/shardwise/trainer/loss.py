@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.planner.memory import LOSS_CHUNK_TOKENS
+
 IGNORE = -100
 """label of a token that is not trained (transformers' convention)"""
-_CHUNK_TOKENS = 256  # rows of fp32 temporaries at a time
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -58,7 +59,7 @@ class _CrossEntropySum(torch.autograd.Function):
         vocab: range,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        maxima = torch.cat([c.amax(-1).float() for c in logits.split(_CHUNK_TOKENS)])
+        maxima = torch.cat([c.amax(-1).float() for c in logits.split(LOSS_CHUNK_TOKENS)])
         if group is not None:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         sums, targets = torch.empty_like(maxima), torch.empty_like(maxima)
@@ -90,7 +91,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _chunks(num_tokens: int) -> list[slice]:
-    return [slice(i, i + _CHUNK_TOKENS) for i in range(0, num_tokens, _CHUNK_TOKENS)]
+    return [slice(i, i + LOSS_CHUNK_TOKENS) for i in range(0, num_tokens, LOSS_CHUNK_TOKENS)]
 
 
 def _local_ids(labels: torch.Tensor, vocab: range) -> tuple[torch.Tensor, torch.Tensor]:

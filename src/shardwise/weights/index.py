@@ -125,11 +125,14 @@ def verify(
     if unknown:
         warnings.append(f"tensors that the model does not use: {_some(unknown)}")
     if tied and compare_tied and HEAD in index.pieces:
-        same = "equal" if _equal_bytes(index.pieces[HEAD], index.pieces[EMBEDDING]) else "DIFFERENT"
-        warnings.append(
-            f"the model ties its head to its embedding, but the files hold both, with {same} "
-            f"values: {EMBEDDING} is used, {HEAD} is not"
-        )
+        text = f"the model ties its head to its embedding: {EMBEDDING} is used, the stored {HEAD} "
+        if _equal_bytes(index.pieces[HEAD], index.pieces[EMBEDDING]):
+            warnings.append(f"{text}is equal to it and is not")
+        else:
+            warnings.append(
+                f"{text}has DIFFERENT values and is not (plain transformers would use both; set "
+                "tie_word_embeddings to false in config.json for that)"
+            )
     return tuple(warnings)
 
 
