@@ -127,7 +127,7 @@ def plan(
         task=task,  # type: ignore[arg-type]  # checked with the rest of the plan
         gpus=gpus,
         memory_gib=memory,
-        layout=_layout(layout) if layout else None,
+        layout=None if layout is None else _layout(layout),
         machine=load_machine(cluster) if cluster else None,
         overrides=[*given, *(set_ or [])],
     )
@@ -213,11 +213,11 @@ def serve(
 
     overrides = [*([f"serve.port={port}"] if port is not None else []), *(set_ or [])]
     if Path(model).suffix in (".yaml", ".yml"):
-        if layout or gpus:
+        if layout is not None or gpus is not None:
             raise UserError("a plan file has its own layout and devices; change them with --set.")
         plan_ = load_plan(model, overrides)
     else:
-        shape = _layout(layout) if layout else Layout()
+        shape = Layout() if layout is None else _layout(layout)
         directory, _ = find_model(Path(model))
         plan_ = with_overrides(base_plan(directory, "serve", shape, gpus), overrides)
     start_serve(plan_)
@@ -308,9 +308,14 @@ def _layout(text: str) -> Layout:
     from shardwise.config import Layout, parse
 
     pairs = [item.partition("=") for item in text.split(",")]
-    if not all(key.strip() and value.strip().isdecimal() for key, _, value in pairs):
+    if not all(key.strip() and sep for key, sep, _ in pairs):
         raise UserError(f"--layout {text!r} is not of the form axis=N,axis=N, like fsdp=2,tp=3.")
-    return parse(Layout, {key.strip(): int(value) for key, _, value in pairs}, source="--layout")
+    numbers = {k.strip(): int(v) if _is_number(v) else v for k, _, v in pairs}
+    return parse(Layout, numbers, source="--layout")
+
+
+def _is_number(text: str) -> bool:
+    return text.strip().removeprefix("-").isdecimal()
 
 
 def _write(path: Path, text: str) -> None:

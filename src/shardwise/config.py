@@ -22,9 +22,9 @@ GIB = 2**30
 
 
 class Config(BaseModel):
-    """Base of every configuration class: frozen, no unknown keys, no silent type changes."""
+    """Base of every configuration class: frozen, finite, no unknown keys, no type changes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Layout(Config):
@@ -76,10 +76,12 @@ class Layout(Config):
 
 
 class Devices(Config):
-    """The devices a plan was made for. A count that is given bounds the layout."""
+    """The devices a plan was made for."""
 
     kind: str = Field(default="cpu", description="'cpu' or a name of the device catalogue")
-    count: int = Field(default=1, ge=1)
+    count: int | None = Field(
+        default=None, ge=1, description="None: as many as the layout has ranks"
+    )
     memory_gib: float | None = Field(
         default=None,
         gt=0,

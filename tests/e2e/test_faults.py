@@ -194,7 +194,6 @@ def test_a_rank_that_exits(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="rank 0 is blamed, whose connection to rank 1 broke")
 def test_a_rank_that_exits_as_if_all_were_well(case: Case) -> None:
     """A rank that ends early with exit code 0 has failed too, and is named."""
     done = case.ruin("train_step:exit0:3")
@@ -224,7 +223,6 @@ def test_a_rank_that_stands_still(case: Case, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="rank 0, which waited, is said to have failed first")
 @pytest.mark.parametrize("kind", STILL)
 def test_a_rank_that_stands_still_is_named(case: Case, kind: str) -> None:
     """It is rank 1 that did not answer, and train.timeout_s that says how long to wait."""
@@ -235,7 +233,6 @@ def test_a_rank_that_stands_still_is_named(case: Case, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="--resume says nothing of where it continues")
 def test_resume_says_where_it_continues(case: Case) -> None:
     """The checkpoint that training continues from is printed."""
     case.ruin("train_step:raise:3")
@@ -255,14 +252,12 @@ def test_a_rank_that_fails_while_saving(case: Case, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="a race: mostly rank 0 is blamed, whose connection broke")
 def test_a_rank_that_is_killed_while_saving_is_named(case: Case) -> None:
     """Of a killed rank and one that lost its connection to it, the killed one is named."""
     _assert_names_rank_1(case.ruin("save_checkpoint:kill:2"), "SIGKILL")
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the steps after the checkpoint are recorded twice")
 def test_resume_leaves_one_record_a_step(case: Case) -> None:
     """Steps that are trained again replace their records in metrics.jsonl."""
     case.ruin("save_checkpoint:raise:2")
@@ -315,7 +310,6 @@ def test_the_command_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="nothing at all is printed")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_an_interrupted_command_says_so(tmp_path: Path, ll: Path, rows: Path, name: str) -> None:
     """One line on stderr says that the run was interrupted."""

@@ -122,14 +122,14 @@ def example(num_tokens: int, trained_from: int) -> Example:
 def test_rows_are_cut_dropped_and_counted(tmp_path: Path) -> None:
     """No row is trained only on its prompt (bug bank 50)."""
     rows = [example(63, 5), example(64, 5), example(65, 5), example(100, 64), example(1, 0)]
-    summary = write_rows(tmp_path, rows, seq_len=64)
+    summary = write_rows(tmp_path, rows, seq_len=64, vocab_size=320)
     assert (summary.num_rows, summary.num_cut, summary.num_dropped) == (3, 1, 2)
     assert "1 rows cut" in str(summary)
     assert "2 rows dropped" in str(summary)
     stored = open_rows(tmp_path)
     assert [len(stored[i][0]) for i in range(len(stored))] == [63, 64, 64]
     with pytest.raises(UserError, match="none of the 1 rows"):
-        write_rows(tmp_path, [example(100, 64)], seq_len=64)
+        write_rows(tmp_path, [example(100, 64)], seq_len=64, vocab_size=320)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 10])
@@ -155,7 +155,7 @@ def test_micro_batches_deal_every_row_once_and_evenly(
     tmp_path: Path, num_ranks: int, micro_batch: int
 ) -> None:
     lengths = [5, 9, 3, 12, 7, 4, 8]
-    write_rows(tmp_path, [example(n, 1) for n in lengths], seq_len=64)
+    write_rows(tmp_path, [example(n, 1) for n in lengths], seq_len=64, vocab_size=320)
     rows = open_rows(tmp_path)
     dealt: list[Sequence[Any]] = [
         micro_batches(

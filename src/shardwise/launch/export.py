@@ -26,7 +26,7 @@ def start_export(source: Path, out: Path, dtype: str | None, *, check: bool) -> 
 
     directory, plan = find_model(source)
     facts = read_facts(directory)
-    name = dtype or _SHORT[facts.dtype]
+    name = _SHORT[facts.dtype] if dtype is None else dtype
     if name not in DTYPES:
         raise UserError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}.")
     index = open_index(directory)

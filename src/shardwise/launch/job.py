@@ -25,6 +25,11 @@ class Job(Config):
     """a collective that waits longer fails"""
 
     @property
+    def timeout_key(self) -> str:
+        """The plan's key of that time."""
+        return "serve.timeout_s" if self.kind == "serve" else "train.timeout_s"
+
+    @property
     def path(self) -> Path:
         """The job's folder."""
         return Path(self.folder)

@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from shardwise.errors import Interrupted, RunFailed, UserError
+from shardwise.errors import Interrupted, RunFailed, ShardwiseError, UserError
 from shardwise.launch.job import Job
 
 LOG_DIR = "logs"
@@ -33,6 +33,7 @@ GROUP_FOLDER = "SHARDWISE_GROUP_FOLDER"
 GRACE_S = 30.0
 """how long ranks may take to stop after SIGTERM"""
 _POLL_S = 0.05
+_AFTERMATH_S = 0.5
 _NOTICE_S = 2.0
 
 
@@ -67,14 +68,20 @@ class LocalGroup:
             UserError: a rank refused its input.
         """
         while any(rank.ended_at is None for rank in self.ranks):
-            if any(rank.ended_at is not None and rank.process.returncode for rank in self.ranks):
-                time.sleep(0.5)  # ranks that fail because another one did come right after it
+            if any(self._has_failed(rank) for rank in self.ranks):
+                time.sleep(_AFTERMATH_S)  # ranks that fail because another one did come right after
                 break
             time.sleep(_POLL_S)
-        if any(rank.process.poll() for rank in self.ranks):
-            self.kill()
-            if not self.stopping:
-                raise self._failure()
+        silent = [rank for rank in self.ranks if rank.ended_at is None]
+        failed = [rank for rank in self.ranks if self._has_failed(rank)]
+        self.kill()
+        if failed and not self.stopping:
+            raise self._failure(failed, silent)
+
+    def _has_failed(self, rank: _Rank) -> bool:
+        """Whether a rank ended by itself without having done its work."""
+        done = done_file(self.folder, rank.number).exists()
+        return rank.ended_at is not None and not rank.killed and not done
 
     def stop(self) -> None:
         """Ask the ranks to end; kill those that do not within the grace time."""
@@ -96,11 +103,8 @@ class LocalGroup:
                     os.killpg(rank.process.pid, signal.SIGKILL)
             rank.process.wait()
 
-    def _failure(self) -> Exception:
-        """The error of the rank that failed first."""
-        failed = [r for r in self.ranks if r.process.returncode and not r.killed]
-        if not failed:
-            return RunFailed("the ranks did not end within the grace time.")
+    def _failure(self, failed: list[_Rank], silent: list[_Rank]) -> ShardwiseError:
+        """The error of the rank that failed first; or, if it had waited in vain, for whom."""
         deaths = [(*self._death(rank), rank) for rank in failed]
         _, report, rank = min(deaths, key=lambda death: death[0])
         if report.get("user_error"):
@@ -108,6 +112,12 @@ class LocalGroup:
         details = report.get("traceback") or self._last_words(rank)
         reason = report.get("summary") or _how_it_ended(rank.process.returncode)
         summary = f"rank {rank.number} of {len(self.ranks)} failed first: {reason}"
+        if silent and "timed out" in details.lower():
+            names = " and ".join(f"rank {other.number}" for other in silent)
+            summary = (
+                f"{names} of {len(self.ranks)} did not answer: rank {rank.number} waited for "
+                f"{self.job.timeout_s:g} s, as {self.job.timeout_key} says"
+            )
         return RunFailed(f"{details.rstrip()}\n{summary}".lstrip())
 
     def _death(self, rank: _Rank) -> tuple[float, dict[str, Any]]:
@@ -128,6 +138,11 @@ class LocalGroup:
 def error_file(group_folder: Path, rank: int) -> Path:
     """Where a rank reports the error that ended it."""
     return group_folder / f"rank-{rank}.error"
+
+
+def done_file(group_folder: Path, rank: int) -> Path:
+    """What a rank leaves when it has done its work."""
+    return group_folder / f"rank-{rank}.done"
 
 
 @contextmanager

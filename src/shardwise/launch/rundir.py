@@ -38,7 +38,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
         raise UserError(f"{run_dir} is not empty and is no Shardwise run; give another --out.")
     try:
         work.mkdir(parents=True, exist_ok=True)
-        lock = (work / LOCK_FILE).open("w")
+        lock = (work / LOCK_FILE).open("a")
     except OSError as error:
         raise UserError(f"cannot write to {run_dir}: {error}.") from None
     with lock:

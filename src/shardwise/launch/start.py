@@ -251,7 +251,8 @@ def _prepare_rows(plan: Plan, tokenizer: Any, data: Path, folder: Path) -> int:
                 raise UserError(f"{data}, conversation {number}: {error}") from None
 
     conversations = read_conversations(data)
-    summary = write_rows(folder, examples(), seq_len=plan.train.seq_len)
+    vocab_size = read_facts(plan.model).vocab_size
+    summary = write_rows(folder, examples(), seq_len=plan.train.seq_len, vocab_size=vocab_size)
     console.out.print(f"{data.name}: {summary}")
     return summary.num_rows
 

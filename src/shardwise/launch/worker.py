@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.launch.job import Job, read_job
-from shardwise.launch.local import GROUP_FOLDER, error_file
+from shardwise.launch.local import GROUP_FOLDER, done_file, error_file
 
 
 def main(job_file: str) -> int:
@@ -28,6 +28,7 @@ def main(job_file: str) -> int:
         _quiet_libraries()
         _join(job.device_type, job.timeout_s, folder / "rendezvous")
         _run(job)
+        done_file(folder, int(os.environ["RANK"])).touch()
     except BaseException as error:
         _report(error_file(folder, int(os.environ["RANK"])), error)
         return 2 if isinstance(error, UserError) else 1

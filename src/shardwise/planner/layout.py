@@ -82,7 +82,7 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
         settings = plan.train.model_copy(update={"seq_len": shortest})
         plan = plan.model_copy(update={"train": settings})
     count = plan.devices.count
-    if "count" in plan.devices.model_fields_set and plan.layout.world_size > count:
+    if count is not None and plan.layout.world_size > count:
         raise UserError(
             f"layout {plan.layout} needs {plan.layout.world_size} devices, the plan has {count}; "
             f"set devices.count={plan.layout.world_size}, or a smaller layout."

@@ -72,7 +72,7 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
     checked = check_plan(plan if fixed else _with(plan, Layout()), facts)
     plan = plan.model_copy(update={"train": checked.train})
     single = _option("one device, as asked", _with(plan, Layout()), facts, machine)
-    if single.fits and not fixed and plan.devices.count == 1:
+    if single.fits and not fixed and _count(plan) == 1:
         return Answer(facts=facts, verdict="fits_one_device", chosen=single, single=single)
     levers = [] if single.fits else _levers(plan, facts, machine)
     options, rejected = _sharded(plan, facts, machine, fixed=fixed)
@@ -110,7 +110,7 @@ def _sharded(
     plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: bool
 ) -> tuple[list[Option], list[tuple[str, str]]]:
     """Every legal layout over all devices, at its best micro-batch; and the illegal ones."""
-    count = plan.devices.count
+    count = _count(plan)
     if fixed:
         layouts = [plan.layout]
     else:
@@ -210,7 +210,7 @@ def _why_slower(option: Option, chosen: Option) -> str:
     if option.step_s is not None and chosen.step_s is not None:
         return f"{option.step_s:.1f} s a step, the chosen one {chosen.step_s:.1f} s"
     if option.plan.layout.world_size < chosen.plan.layout.world_size:
-        return f"leaves {option.plan.devices.count - option.plan.layout.world_size} device(s) idle"
+        return f"leaves {_count(option.plan) - option.plan.layout.world_size} device(s) idle"
     if option.plan.train.checkpointing != chosen.plan.train.checkpointing:
         return "fits only with its activations recomputed, a third more compute"
     return (
@@ -225,6 +225,10 @@ def _name(plan: Plan) -> str:
     train = plan.train
     recompute = ", checkpointing=full" if train.checkpointing == "full" else ""
     return f"{plan.layout}, micro_batch={train.micro_batch}{recompute}"
+
+
+def _count(plan: Plan) -> int:
+    return plan.devices.count or plan.layout.world_size
 
 
 def _with(plan: Plan, layout: Layout) -> Plan:

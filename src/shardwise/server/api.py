@@ -11,6 +11,7 @@ import signal
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from transformers import AutoTokenizer
 
 from shardwise.config import Plan
+from shardwise.models.facts import read_facts
 from shardwise.server.engine import Engine
 from shardwise.server.messages import Event, Request
 
@@ -104,7 +106,8 @@ class ChatRequest(BaseModel):
 def run_api(engine: Engine, plan: Plan, context: int) -> None:
     """Serve HTTP until SIGTERM or SIGINT; open answers are finished first."""
     tokenizer = AutoTokenizer.from_pretrained(plan.model, local_files_only=True)
-    app = build_app(engine, tokenizer, model_name=Path(plan.model).name, context=context)
+    limits = Limits(context=context, vocab_size=read_facts(plan.model).vocab_size)
+    app = build_app(engine, tokenizer, Path(plan.model).name, limits)
     config = uvicorn.Config(
         app,
         host=plan.serve.host,
@@ -119,13 +122,17 @@ def run_api(engine: Engine, plan: Plan, context: int) -> None:
     server.run()
 
 
-def build_app(engine: Engine, tokenizer: Any, *, model_name: str, context: int) -> FastAPI:
-    """The application around an engine.
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the served model can take."""
 
-    Args:
-        tokenizer: the API's own, because the engine's thread uses another.
-        context: prompt and answer in tokens; a larger max_tokens is cut at it.
-    """
+    context: int
+    """prompt and answer in tokens; a larger max_tokens is cut at it"""
+    vocab_size: int
+
+
+def build_app(engine: Engine, tokenizer: Any, model_name: str, limits: Limits) -> FastAPI:
+    """The application around an engine, whose thread has a tokenizer of its own."""
     app = FastAPI(title="Shardwise", openapi_url="/openapi.json")
 
     @app.exception_handler(RequestValidationError)
@@ -161,7 +168,7 @@ def build_app(engine: Engine, tokenizer: Any, *, model_name: str, context: int) 
     async def chat(body: ChatRequest, http: HttpRequest) -> StreamingResponse | JSONResponse:
         if body.model != model_name:
             raise HTTPException(404, f"model {body.model!r} is not served here, {model_name!r} is")
-        answer = _Answer(body, _prompt(tokenizer, body), context)
+        answer = _Answer(body, _prompt(tokenizer, body, limits), limits.context)
         if not engine.submit(answer.request):
             if engine.failure is not None:
                 raise HTTPException(503, f"the engine has failed: {engine.failure}")
@@ -173,7 +180,7 @@ def build_app(engine: Engine, tokenizer: Any, *, model_name: str, context: int) 
     return app
 
 
-def _prompt(tokenizer: Any, body: ChatRequest) -> list[int]:
+def _prompt(tokenizer: Any, body: ChatRequest, limits: Limits) -> list[int]:
     messages = [message.plain() for message in body.messages]
     try:
         encoded = tokenizer.apply_chat_template(
@@ -181,7 +188,12 @@ def _prompt(tokenizer: Any, body: ChatRequest) -> list[int]:
         )
     except Exception as error:
         raise HTTPException(400, f"the chat template refused the messages: {error}") from None
-    return list(encoded["input_ids"])
+    ids = list(encoded["input_ids"])
+    if max(ids, default=0) >= limits.vocab_size:
+        raise HTTPException(
+            400, f"a token of the prompt is outside of the model's {limits.vocab_size}"
+        )
+    return ids
 
 
 class _Answer:

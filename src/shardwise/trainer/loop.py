@@ -84,13 +84,15 @@ def run_train(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> None:
     run = _set_up(plan, folder, work, mesh)
     if run.is_first:
         _forget_metrics_after(folder / METRICS_FILE, run.start)
+        if run.start:
+            console.out.print(f"continuing after step {run.start} of {run.num_steps}")
         seconds = time.perf_counter() - began
         console.out.print(f"each rank has loaded its shards ({seconds:.1f} s)")
-    before = _evaluate(run)
+    before = _evaluate(run, run.start)
     if run.is_first and before is not None:
         console.out.print(f"evaluation loss at step {run.start}: {before:.4f}", style="bold")
     records = _run_steps(run)
-    after = _evaluate(run)
+    after = _evaluate(run, run.num_steps)
     if run.is_first and before is not None and after is not None:
         console.out.print(
             f"evaluation loss at step {run.num_steps}: {after:.4f} (before: {before:.4f})",
@@ -180,11 +182,11 @@ def _batches(run: Run, rows: Rows, numbers: Sequence[int]) -> list[Batch]:
     )
 
 
-def _evaluate(run: Run) -> float | None:
+def _evaluate(run: Run, step: int) -> float | None:
     if run.eval_rows is None:
         return None
     if run.is_first:
-        console.out.print(f"evaluating {len(run.eval_rows)} rows ...")
+        console.out.print(f"evaluating {len(run.eval_rows)} rows at step {step} ...")
     batches = _batches(run, run.eval_rows, range(len(run.eval_rows)))
     return evaluate(run.model, batches, run.mesh)
 

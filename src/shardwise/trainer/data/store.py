@@ -55,11 +55,13 @@ class Summary:
         return text
 
 
-def write_rows(folder: Path, examples: Iterable[Example], *, seq_len: int) -> Summary:
+def write_rows(
+    folder: Path, examples: Iterable[Example], *, seq_len: int, vocab_size: int
+) -> Summary:
     """Cut, drop what has no target left, and write the rows to `folder`.
 
     Raises:
-        UserError: no row has a token to train.
+        UserError: no row has a token to train, or the tokenizer is not the model's.
     """
     ids: list[Ints] = []
     trained: list[Bools] = []
@@ -76,6 +78,12 @@ def write_rows(folder: Path, examples: Iterable[Example], *, seq_len: int) -> Su
         raise UserError(
             f"none of the {num_dropped} rows has a token to train within "
             f"train.seq_len={seq_len}; raise it, or look at the data."
+        )
+    largest = max(int(row.max()) for row in ids)
+    if largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer gives the id {largest}, the model's vocab_size is {vocab_size}; the "
+            "tokenizer is not this model's."
         )
     folder.mkdir(parents=True, exist_ok=True)
     starts = np.concatenate(([0], np.cumsum([len(row) for row in ids])))
