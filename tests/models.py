@@ -41,6 +41,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ODD": ("LlamaConfig", {**ODD, "tie_word_embeddings": True}),
     "MI": ("MistralConfig", {"tie_word_embeddings": False, "sliding_window": None}),
+    "MI_SW": ("MistralConfig", {"tie_word_embeddings": False, "sliding_window": 8}),
+    "Q2_SW": (
+        "Qwen2Config",
+        {
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+        },
+    ),
     "Q2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "Q3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
     "Q3_321": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True, "vocab_size": 321}),

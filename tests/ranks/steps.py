@@ -27,8 +27,8 @@ class RankStep:
     """raw bytes of the parameters that are not split over tp, as this rank holds them"""
 
 
-def random_rows(lengths: Sequence[int], vocab: int = 250, seed: int = 1) -> list[Row]:
-    """Rows of random tokens with so many trained targets; the first token is never one."""
+def random_rows(lengths: Sequence[int], vocab: int = 300, seed: int = 1) -> list[Row]:
+    """Rows of random tokens (the padding token among them) with so many trained targets."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

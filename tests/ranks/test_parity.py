@@ -17,6 +17,7 @@ NUM_STEPS = 5
 EPS = 1e-3  # with 1e-8, a gradient of rounding noise would decide the first update
 BATCHES = [random_rows(RAGGED, seed=seed) for seed in range(NUM_STEPS)]
 ONE, FSDP2, FSDP4, TP2, TP3 = {"fsdp": 1}, {"fsdp": 2}, {"fsdp": 4}, {"tp": 2}, {"tp": 3}
+FSDP5 = {"fsdp": 5}  # leaves ranks without a part of the smallest parameters
 BOTH = {"fsdp": 2, "tp": 2}
 DP2, DP2TP2, HYBRID = {"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "fsdp": 2}
 ZERO1, ZERO2 = {"fsdp": 2, "zero": 1}, {"fsdp": 2, "zero": 2}
@@ -35,11 +36,12 @@ FAST = [
     ("LL321T", HYBRID),
     ("ODD", ZERO1),
     ("Q3", ZERO2),
+    ("MI_SW", BOTH),
 ]
 SLOW = [
     (name, layout)
     for name in MODELS
-    for layout in (ONE, FSDP2, FSDP4, TP2, TP3, BOTH, *DATA)
+    for layout in (ONE, FSDP2, FSDP4, FSDP5, TP2, TP3, BOTH, *DATA)
     if layout.get("tp", 1) in ((1, 3) if name == "ODD" else (1, 2)) and (name, layout) not in FAST
 ]
 

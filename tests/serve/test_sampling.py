@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.server.sampling import sample
-from shardwise.server.text import Detokenizer
+from shardwise.server.text import Detokenizer, StopText
 from tests.tokenizer import byte_tokenizer
 
 
@@ -48,3 +48,31 @@ def test_characters_of_several_tokens_come_out_whole() -> None:
     assert "".join(pieces) + detokenizer.flush() == text
     assert "😀" in pieces
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("stops", "out", "stopped"),
+    [
+        ((), "ABCDEFGHIJ", False),
+        (("DEFGHIJ",), "ABC", True),
+        (("J", "CD"), "AB", True),
+        (("E",), "ABCD", True),
+        (("ABCDEFGHIJ",), "", True),
+        (("DEFX",), "ABCDEFGHIJ", False),
+        (("GHIJK",), "ABCDEFGHIJ", False),
+        (("x", "y", "HI", "BCDE"), "A", True),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_nothing_of_a_stop_text_is_given_out_and_nothing_before_it_is_lost(
+    stops: tuple[str, ...], out: str, stopped: bool, size: int
+) -> None:
+    """However the text is cut into pieces; a near-miss comes out in the end (bug bank 61)."""
+    stop_text, text, hit = StopText(stops), "", False
+    for i in range(0, 10, size):
+        piece, hit = stop_text.feed("ABCDEFGHIJ"[i : i + size])
+        text += piece
+        if hit:
+            break
+    text += "" if hit else stop_text.flush()
+    assert (text, hit) == (out, stopped)

@@ -79,12 +79,32 @@ def test_head_dim_is_not_hidden_size_over_heads() -> None:
         ({"num_key_value_heads": 0}, ["num_key_value_heads is 0"]),
         ({"dtype": "float8"}, ["'float8'"]),
         ({"quantization_config": {"bits": 4}}, ["quantised"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["'longrope'", "llama3"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, ["'dynamic'"]),
+        ({"attention_dropout": "x"}, ["attention_dropout is 'x'"]),
+        ({"layer_types": 5}, ["layer_types is 5", "30 layers"]),
+        ({"layer_types": ["full_attention"]}, ["30 layers"]),
     ],
 )
 def test_configs_that_cannot_be_used(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         facts_of_config({**SMOLLM2, **changes}, source="config.json")
     assert all(word in str(caught.value) for word in words)
+
+
+def test_sizes_that_are_left_out_are_those_of_transformers() -> None:
+    """Head counts and windows of a config without them."""
+    import transformers
+
+    for name in ("MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma3TextConfig"):
+        config = getattr(transformers, name)()
+        bare = {**SMOLLM2, "model_type": config.model_type, "num_attention_heads": 32}
+        for key in ("num_key_value_heads", "tie_word_embeddings"):
+            bare.pop(key)
+        facts = facts_of_config(bare, source=name)
+        assert facts.num_kv_heads == config.num_key_value_heads
+        assert facts.sliding_window in (None, config.sliding_window)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", "null"])
