@@ -115,7 +115,7 @@ def _set(plan: dict[str, Any], key: str, value: Any) -> None:
             "train.learning_rate",
             float("inf"),
             ["train.learning_rate", "inf"],
-            reason="an infinite learning rate is trained with, to weights of NaN and exit 0",
+            reason="an infinite rate is accepted; its first step ruins the weights",
             also=[slow],
         ),
         _wrong(
