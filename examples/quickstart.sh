@@ -4,8 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-OUT=${OUT:-quickstart-output}
-STEPS=${STEPS:-24}
+OUT=quickstart-output
+STEPS=24
 DATA=examples/data
 SERVER=
 started=$(date +%s)
@@ -22,8 +22,13 @@ stop_server() {
 trap stop_server EXIT
 trap 'exit 130' INT TERM
 
+if [ -e "$OUT" ] && [ ! -e "$OUT/.made-by-quickstart" ]; then
+  echo "$OUT is there and was not made by the quick start; move it away first" >&2
+  exit 2
+fi
 rm -rf "$OUT"
-mkdir -p "$OUT"
+mkdir "$OUT"
+touch "$OUT/.made-by-quickstart"
 
 say "1. A real model: SmolLM2-135M-Instruct (134.5 M parameters, 9 heads, 3 KV heads)"
 run python examples/get_smollm2.py

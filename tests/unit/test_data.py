@@ -62,6 +62,7 @@ def bad(**changes: Any) -> str:
         (bad(content=["x"]), "expected some text"),
         (bad(role="robot"), "'robot' is not one of"),
         (bad(extra=1), "exactly"),
+        (json.dumps({**GOOD, "tools": [{"name": "f"}]}), "'tools' would be left out"),
         (bad(content="\ud83d"), "surrogate"),
     ],
 )

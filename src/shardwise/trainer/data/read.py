@@ -9,6 +9,8 @@ from typing import Any
 from shardwise.errors import UserError
 
 Message = dict[str, str]
+_NOT_RENDERED = ("tools", "functions", "documents")
+"""keys of a row that other trainers give to the chat template, and this one does not"""
 ROLES = ("system", "user", "assistant")
 
 
@@ -42,6 +44,9 @@ def read_conversations(path: str | Path) -> list[list[Message]]:
 def _conversation(value: Any) -> list[Message]:
     if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
         raise ValueError('expected {"messages": [...]}')
+    for key in _NOT_RENDERED:
+        if value.get(key):
+            raise ValueError(f"{key!r} would be left out of the rendered conversation; remove it")
     messages = [_message(message) for message in value["messages"]]
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no assistant message to train on")
