@@ -99,7 +99,7 @@ def _run(job: Job) -> None:
 
         run_train(plan, job.path, job.work, mesh)
     elif job.kind == "serve":
-        from shardwise.server.engine import run_serve
+        from shardwise.server.run import run_serve
 
         run_serve(plan, mesh)
     elif job.kind == "logits":

@@ -7,7 +7,6 @@ run the same forward passes on their shards. (Continuous batching is a later eng
 from __future__ import annotations
 
 import queue
-import signal
 import threading
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
@@ -18,41 +17,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, DynamicCache, GenerationConfig, PreTrainedModel
 
-from shardwise import console
 from shardwise.config import Plan
-from shardwise.models.facts import read_facts
-from shardwise.parallel.data import COMPUTE_DTYPES
 from shardwise.parallel.mesh import Mesh
 from shardwise.server.messages import END_OF_ANSWER, Command, Event, FinishReason, Request
 from shardwise.server.sampling import sample
 from shardwise.server.text import Detokenizer, StopText
-from shardwise.weights.load import load_model
 
 GENERATION_FILE = "generation_config.json"
-
-
-def run_serve(plan: Plan, mesh: Mesh) -> None:
-    """Load this rank's part of the model and serve until told to stop."""
-    model = load_model(plan, mesh, COMPUTE_DTYPES[plan.precision.compute]).eval()
-    context = plan.serve.context or read_facts(plan.model).max_positions
-    if dist.get_rank() > 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when it is over
-        follow(model, mesh)
-        return
-    from shardwise.server.api import run_api
-
-    engine = Engine(model, mesh, plan)
-    console.out.print(
-        f"serving {Path(plan.model).name} on http://{plan.serve.host}:{plan.serve.port}/v1 "
-        f"({plan.layout}), context {context} tokens"
-    )
-    engine.start()
-    try:
-        run_api(engine, plan, context)
-    finally:
-        engine.stop()
-    if engine.failure is not None:
-        raise engine.failure
 
 
 class Engine:

@@ -1,0 +1,39 @@
+"""The serving run of one rank: load, then answer (the first) or follow (the others)."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise import console
+from shardwise.config import Plan
+from shardwise.models.facts import read_facts
+from shardwise.parallel.data import COMPUTE_DTYPES
+from shardwise.parallel.mesh import Mesh
+from shardwise.server.api import run_api
+from shardwise.server.engine import Engine, follow
+from shardwise.weights.load import load_model
+
+
+def run_serve(plan: Plan, mesh: Mesh) -> None:
+    """Load this rank's part of the model and serve until told to stop."""
+    model = load_model(plan, mesh, COMPUTE_DTYPES[plan.precision.compute]).eval()
+    context = plan.serve.context or read_facts(plan.model).max_positions
+    if dist.get_rank() > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when it is over
+        follow(model, mesh)
+        return
+    engine = Engine(model, mesh, plan)
+    console.out.print(
+        f"serving {Path(plan.model).name} on http://{plan.serve.host}:{plan.serve.port}/v1 "
+        f"({plan.layout}), context {context} tokens"
+    )
+    engine.start()
+    try:
+        run_api(engine, plan, context)
+    finally:
+        engine.stop()
+    if engine.failure is not None:
+        raise engine.failure
