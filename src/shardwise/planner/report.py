@@ -35,6 +35,8 @@ def verdict_text(answer: Answer) -> str:
     has = f"a device has {gib(single.capacity)}"
     if answer.verdict == "fits_one_device":
         text = f"{need} and {has}: it fits, no sharding is needed."
+        if chosen is None:
+            text += " The layout that was given does not fit."
         if chosen is not None and chosen.plan.layout.world_size > 1:
             text += f" With {chosen.name} all {chosen.plan.layout.world_size} devices work on it."
         return text
