@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 WIDTH = 110
+_NOT_OURS = ("Script ", "WARNING")  # the recorder's words, and pip's
 _ERASED = re.compile(r"\x1b\[2K")
 _OTHER_CONTROLS = re.compile(r"\x1b\[\?25[lh]|\x1b\[\d*[ABCDGK]|\r")
 
@@ -31,10 +32,12 @@ def final_lines(recording: str) -> list[str]:
 def main() -> None:
     """Read the recording, write the SVG."""
     source, target = map(Path, sys.argv[1:3])
-    lines = [line for line in final_lines(source.read_text()) if not line.startswith("Script ")]
+    recording = source.read_bytes().decode()  # as bytes: a carriage return is no end of a line
+    lines = [Text.from_ansi(line) for line in final_lines(recording)]
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     for line in lines:
-        console.print(Text.from_ansi(line), soft_wrap=False)
+        if not line.plain.startswith(_NOT_OURS):
+            console.print(line, soft_wrap=False)
     target.write_text(console.export_svg(title="make quickstart"), encoding="utf-8")
 
 

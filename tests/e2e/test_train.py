@@ -106,7 +106,7 @@ def test_train_prints_from_the_first_rank_alone(trained: TrainOnce) -> None:
     assert sum("checkpoint: " in line for line in lines) == 1
     assert sum(line.startswith(f"step {STEPS}/{STEPS}") for line in lines) == 1
     assert "rank 1" not in it.done.out + it.done.err
-    assert (it.run / "logs" / "rank-1.log").read_text() == ""
+    assert (it.run / "work" / "logs" / "rank-1.log").read_text() == ""
 
 
 def test_losses_agree_between_layouts(trained: TrainOnce) -> None:
