@@ -176,6 +176,27 @@ def test_training_goes_on_after_a_fault(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("raise", "injected fault 4711"), ("kill", "SIGKILL"), ("exit", "exit code 1")],
+)
+def test_one_of_four_ranks_fails(
+    tmp_path: Path, ll: Path, rows: Path, kind: str, word: str
+) -> None:
+    """Of four ranks the one that failed is named, and all are gone."""
+    case = _case(tmp_path, ll, rows, {"fsdp": 2, "tp": 2})
+    _assert_names_rank_1(case.ruin(f"train_step:{kind}:3"), word)
+    assert listed_checkpoints(case.run) == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_to_load_its_rows(case: Case) -> None:
+    """An error between two steps is reported as one within a step is."""
+    _assert_names_rank_1(case.ruin("micro_batches:raise:3"), "injected fault 4711")
+    case.assert_resumes_after(2)
+
+
+@pytest.mark.slow
 def test_a_first_rank_that_raises(case: Case) -> None:
     """The error of rank 0 is reported just as well."""
     done = case.ruin("train_step:raise:3", rank=0)
