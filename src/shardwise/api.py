@@ -40,7 +40,7 @@ def plan(
         gpus: devices, like "cpu:2" or "8xH100-80GB".
         memory_gib: memory of one device in GiB; None: the catalogue's, or an equal part of this
             machine's.
-        layout: judge this layout instead of searching for one.
+        layout: judge this layout (or that of `overrides`) instead of searching for one.
         machine: measured speeds, for step times.
         overrides: plan values as "train.seq_len=256".
 
@@ -54,7 +54,8 @@ def plan(
     asked = base_plan(model, task, layout or Layout(), gpus, memory_gib)
     asked = with_overrides(asked, overrides)
     facts = read_facts(model)
-    answer = search(asked, facts, machine, fixed=layout is not None)
+    fixed = layout is not None or asked.layout != Layout()  # `overrides` may set it too
+    answer = search(asked, facts, machine, fixed=fixed)
     return replace(answer, notes=_weight_notes(Path(model), facts))
 
 
@@ -141,6 +142,7 @@ def train(
     Raises:
         UserError: anything about the input, before a process is started.
         RunFailed: a rank failed; the last complete checkpoint is intact.
+        Interrupted: by Ctrl-C or SIGTERM; likewise.
     """
     from shardwise.launch.start import start_train
     from shardwise.trainer.state import complete_checkpoints

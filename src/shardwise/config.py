@@ -176,7 +176,6 @@ class Prediction(Config):
     memory_evidence: str
     step_s: float | None = Field(default=None, description="seconds; None: not measured here")
     step_evidence: str = "no measurement of this machine: run `shardwise probe`"
-    tokens_per_step: int | None = None
 
 
 class Plan(Config):

@@ -11,7 +11,7 @@ import pytest
 from shardwise.models.families import ALL_KINDS, FAMILIES
 from tests.models import MODELS, model_config, save_model
 from tests.oracle import LOSS_RTOL, NORM_RTOL, AdamW, OracleStep, assert_close, run_oracle
-from tests.ranks.steps import RAGGED, random_rows, run_steps
+from tests.ranks.steps import RAGGED, RankStep, random_rows, run_steps
 
 NUM_STEPS = 5
 EPS = 1e-3  # with 1e-8, a gradient of rounding noise would decide the first update
@@ -98,7 +98,7 @@ def check_parity(name: str, layout: dict[str, int]) -> None:
         check_replicas(got, layout.get("tp", 1))
 
 
-def check_replicas(got: list, tp: int) -> None:  # type: ignore[type-arg]
+def check_replicas(got: list[RankStep], tp: int) -> None:
     """Parameters that tp does not split are bitwise equal on its ranks."""
     for first in range(0, len(got), tp):
         for other in got[first + 1 : first + tp]:

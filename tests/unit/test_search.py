@@ -101,6 +101,25 @@ def test_a_layout_of_the_user_is_judged_and_not_replaced(smol: Path) -> None:
         shardwise.plan(smol, gpus="cpu:2", layout=shardwise.Layout(tp=2))
 
 
+def test_a_layout_in_an_override_is_judged_too(smol: Path) -> None:
+    """`--set layout.tp=3` is not taken and then ignored."""
+    answer = ask(smol, "cpu:3", 9.0, "layout.tp=3")
+    assert answer.chosen is not None
+    assert answer.chosen.plan.layout == shardwise.Layout(tp=3)
+    with pytest.raises(shardwise.UserError, match="9 attention heads"):
+        ask(smol, "cpu:2", 9.0, "layout.tp=2")
+
+
+def test_no_layout_is_proposed_that_training_would_refuse(smol: Path) -> None:
+    """Fewer rows than data ranks: said among the reasons, and never chosen."""
+    answer = ask(smol, "cpu:2", 2.5, "train.global_batch=1", "train.micro_batch=1")
+    assert answer.chosen is None
+    assert any("global_batch=1 rows" in reason for _, reason in answer.rejected)
+    three = ask(smol, "cpu:3", 2.5, "train.global_batch=1", "train.micro_batch=1").chosen
+    assert three is not None
+    assert three.plan.layout == shardwise.Layout(tp=3)
+
+
 def test_a_stricter_capacity_never_makes_more_fit(smol: Path) -> None:
     fits = [ask(smol, "cpu:2", gib / 4).chosen is not None for gib in range(2, 20)]
     assert fits == sorted(fits)

@@ -58,7 +58,6 @@ class LocalGroup:
     folder: Path
     """of this group alone: rendezvous and error reports"""
     ranks: list[_Rank] = field(default_factory=list)
-    stopping: bool = False
 
     def wait(self) -> None:
         """Wait until every rank has ended well.
@@ -75,7 +74,7 @@ class LocalGroup:
         silent = [rank for rank in self.ranks if rank.ended_at is None]
         failed = [rank for rank in self.ranks if self._has_failed(rank)]
         self.kill()
-        if failed and not self.stopping:
+        if failed:
             raise self._failure(failed, silent)
 
     def _has_failed(self, rank: _Rank) -> bool:
@@ -85,7 +84,6 @@ class LocalGroup:
 
     def stop(self) -> None:
         """Ask the ranks to end; kill those that do not within the grace time."""
-        self.stopping = True
         for rank in self.ranks:
             with suppress(ProcessLookupError):
                 rank.process.terminate()

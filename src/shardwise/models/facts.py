@@ -17,7 +17,7 @@ CONFIG_FILE = "config.json"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """that do not depend on the length of a row"""
 _DEFAULT_WINDOW = 4096  # of transformers' config classes
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,6 @@ class ModelFacts:
     def model_type(self) -> str:
         """transformers' name of the family."""
         return self.family.model_type
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of one value in the model's files."""
-        return _DTYPE_BYTES[self.dtype]
 
     @property
     def q_size(self) -> int:
@@ -151,8 +146,8 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
     attention_bias = bool(config.get("attention_bias", False))
     mlp_bias = bool(config.get("mlp_bias", False))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    if dtype not in _DTYPE_BYTES:
-        raise UserError(f"{source}: dtype {dtype!r} is not one of {', '.join(_DTYPE_BYTES)}.")
+    if dtype not in _DTYPES:
+        raise UserError(f"{source}: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
     num_layers = size.required("num_hidden_layers")
     num_sliding = _num_sliding_layers(config, family, num_layers, size)
     return ModelFacts(

@@ -43,6 +43,17 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
     return None
 
 
+def why_too_few_rows(plan: Plan) -> str | None:
+    """The reason why a training step cannot be dealt to the data ranks; None if it can."""
+    rows, num_ranks = plan.train.global_batch, plan.layout.num_data_ranks
+    if plan.task == "serve" or rows >= num_ranks:
+        return None
+    return (
+        f"train.global_batch={rows} rows leave some of the {num_ranks} data ranks (dp x fsdp) "
+        f"without a row; set it to at least {num_ranks}"
+    )
+
+
 def legal_tp_sizes(facts: ModelFacts) -> list[int]:
     """Every tensor-parallel size that divides all heads and the feed-forward width."""
     numbers = _split_by_tp(facts).values()
@@ -87,17 +98,15 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
             f"layout {plan.layout} needs {plan.layout.world_size} devices, the plan has {count}; "
             f"set devices.count={plan.layout.world_size}, or a smaller layout."
         )
-    train, num_ranks = plan.train, plan.layout.num_data_ranks
+    train = plan.train
     if plan.task == "full" and train.seq_len > facts.max_positions:
         raise UserError(
             f"train.seq_len={train.seq_len} is longer than the model's "
             f"max_position_embeddings={facts.max_positions}; set it to at most that."
         )
-    if plan.task == "full" and train.global_batch < num_ranks:
-        raise UserError(
-            f"train.global_batch={train.global_batch} rows leave some of the {num_ranks} data "
-            f"ranks (dp x fsdp) without a row; set it to at least {num_ranks}."
-        )
+    reason = why_too_few_rows(plan)
+    if reason is not None:
+        raise UserError(f"{reason}.")
     context = plan.serve.context
     if plan.task == "serve" and context is not None and context > facts.max_positions:
         raise UserError(

@@ -7,7 +7,13 @@ from typing import Literal
 
 from shardwise.config import GIB, Layout, Memory, Plan, Precision, Prediction
 from shardwise.models.facts import ModelFacts
-from shardwise.planner.layout import check_plan, legal_layouts, legal_tp_sizes, why_illegal
+from shardwise.planner.layout import (
+    check_plan,
+    legal_layouts,
+    legal_tp_sizes,
+    why_illegal,
+    why_too_few_rows,
+)
 from shardwise.planner.machine import Machine
 from shardwise.planner.memory import predict_memory
 from shardwise.planner.timing import step_time, traffic
@@ -116,7 +122,12 @@ def _sharded(
     else:
         layouts = list(legal_layouts(facts, count, task=plan.task)) if count > 1 else []
     options = []
+    illegal = [] if fixed else _illegal(plan, facts, count)
     for layout in layouts:
+        too_few = why_too_few_rows(_with(plan, layout))
+        if too_few is not None:
+            illegal.append((str(layout), too_few))
+            continue
         shaped = [
             _option(_name(candidate), candidate, facts, machine)
             for candidate in _shapes(_with(plan, layout), fixed=fixed)
@@ -124,7 +135,6 @@ def _sharded(
         options.append(
             min(shaped, key=lambda o: (not o.fits, _cost(o) if o.fits else o.memory.total))
         )
-    illegal = [] if fixed else _illegal(plan, facts, count)
     return options, illegal
 
 
@@ -173,8 +183,6 @@ def _option(name: str, plan: Plan, facts: ModelFacts, machine: Machine | None) -
     step_s = step_time(plan, facts, machine).total_s if machine and training else None
     moved = sum(line.bytes_per_step for line in traffic(plan, facts)) if training else 0
     evidence = {"memory": memory, "memory_evidence": MEMORY_EVIDENCE, "step_s": step_s}
-    if training:
-        evidence["tokens_per_step"] = plan.train.global_batch * plan.train.seq_len
     if machine is not None and step_s is not None:
         evidence["step_evidence"] = (
             f"analytic on speeds measured {machine.date}, within 40% so far on CPU"
