@@ -166,13 +166,21 @@ def run_local(job: Job) -> None:
     Ctrl-C and SIGTERM stop the ranks. That is how a server ends well; any other job raises
     Interrupted.
     """
-    with local_group(job) as group, _sigterm_as_interrupt():
+    with _sigterm_as_interrupt():  # before the first rank: it may come while they start
         try:
-            group.wait()
+            with local_group(job) as group:
+                _wait_or_stop(group)
         except KeyboardInterrupt:
-            group.stop()
             if job.kind != "serve":
                 raise Interrupted("interrupted; all ranks have been stopped.") from None
+
+
+def _wait_or_stop(group: LocalGroup) -> None:
+    try:
+        group.wait()
+    except KeyboardInterrupt:
+        group.stop()
+        raise
 
 
 @contextmanager
