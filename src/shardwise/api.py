@@ -117,7 +117,7 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
         mesh = build_mesh(plan.layout, kind)
     serving = plan.task == "serve"
     at_rest = COMPUTE_DTYPES[plan.precision.compute if serving else "fp32"]
-    return load_model(plan, mesh, dtype or at_rest)
+    return load_model(plan, mesh, dtype or at_rest).model
 
 
 def train(

@@ -46,6 +46,16 @@ class Layout(Config):
         "micro-batch; 1 once a step, with one reduction of the gradients",
     )
 
+    sequence_parallel: bool = Field(
+        default=False,
+        description="the tp ranks split the sequence where they do not split matrices",
+    )
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a padded micro-batch is a multiple of, in tokens."""
+        return self.tp if self.sequence_parallel else 1
+
     @property
     def world_size(self) -> int:
         """Number of processes."""
@@ -72,6 +82,7 @@ class Layout(Config):
     def __str__(self) -> str:
         axes = {a: getattr(self, a) for a in ("pp", "dp", "fsdp", "cp", "tp", "ep")}
         text = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1) or "one process"
+        text += " + sequence parallel" if self.sequence_parallel else ""
         return f"{text} (ZeRO-{self.zero})" if self.fsdp > 1 else text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ class RankStep:
     num_tokens: int
     grads: dict[str, Any]
     params: dict[str, Any]
-    replicas: dict[str, bytes]
-    """raw bytes of the parameters that are not split over tp, as this rank holds them"""
+    held: dict[tuple[str, str], str]
+    """parameter name and the box of it that this rank holds -> digest of its bytes"""
 
 
 def random_rows(lengths: Sequence[int], vocab: int = 300, seed: int = 1) -> list[Row]:
@@ -67,12 +68,13 @@ def _train_on_rank(
         model=model_dir, task="full", layout=Layout(**layout), precision=precision, train=settings
     )
     mesh = build_mesh(plan.layout, "cpu")
-    model = load_model(plan, mesh, torch.float32)
+    sharded = load_model(plan, mesh, torch.float32)
+    model = sharded.model
     optimizer = make_optimizer(model, settings)
     steps = []
     for rows in batches:
         micro = _micro_batches(rows, plan, mesh)
-        result = train_step(model, optimizer, micro, mesh, settings, settings.learning_rate)
+        result = train_step(sharded, optimizer, micro, mesh, settings, settings.learning_rate)
         steps.append(_collect(model, result, mesh))
     return steps
 
@@ -94,12 +96,14 @@ def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
         micro_batch=plan.train.micro_batch,
         data_rank=mesh.data_rank,
         num_data_ranks=plan.layout.num_data_ranks,
+        multiple=plan.layout.sequence_multiple,
         device=mesh.device,
     )
 
 
 def _collect(model: Any, result: Any, mesh: Any) -> RankStep:
-    from shardwise.parallel.grads import local_part, shard_axes
+    from shardwise.parallel.grads import local_part
+    from shardwise.weights.load import local_box
 
     params = dict(model.named_parameters())
     return RankStep(
@@ -108,10 +112,9 @@ def _collect(model: Any, result: Any, mesh: Any) -> RankStep:
         num_tokens=result.num_targets,
         grads={name: _full(p.grad) for name, p in params.items()},
         params={name: _full(p) for name, p in params.items()},
-        replicas={
-            name: local_part(p).detach().numpy().tobytes()
+        held={
+            (name, str(local_box(p))): sha256(local_part(p).detach().numpy().tobytes()).hexdigest()
             for name, p in params.items()
-            if "tp" not in shard_axes(p)
         },
     )
 

@@ -40,7 +40,7 @@ def train_on_rank(
     source = model if resume is None else f"{resume}/model"
     plan = Plan(model=source, task="full", layout=Layout(**layout), train=train)
     mesh = build_mesh(plan.layout, "cpu")
-    sharded = load_model(plan, mesh, torch.float32)
+    sharded = load_model(plan, mesh, torch.float32).model
     optimizer = make_optimizer(sharded, train)
     if resume is not None:
         load_optimizer(Path(resume), sharded, optimizer)

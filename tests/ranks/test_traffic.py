@@ -50,12 +50,12 @@ def count_on_rank(rank: int, model_dir: str, layout: dict[str, int], checkpointi
     train = Train(seq_len=32, micro_batch=2, checkpointing=checkpointing)  # type: ignore[arg-type]
     plan = Plan(model=model_dir, task="full", layout=Layout(**layout), train=train)
     mesh = build_mesh(plan.layout, "cpu")
-    model = load_model(plan, mesh, torch.float32)
-    optimizer = make_optimizer(model, train)
+    sharded = load_model(plan, mesh, torch.float32)
+    optimizer = make_optimizer(sharded.model, train)
     micro = _micro_batches(ROWS, plan, mesh)
-    train_step(model, optimizer, micro, mesh, train, 1e-3)
+    train_step(sharded, optimizer, micro, mesh, train, 1e-3)
     with Recorder():
-        train_step(model, optimizer, micro, mesh, train, 1e-3)
+        train_step(sharded, optimizer, micro, mesh, train, 1e-3)
     planned: Counter[tuple[str, int]] = Counter()
     for line in traffic(plan, read_facts(model_dir)):
         planned[line.op, line.num_bytes] += line.count
@@ -74,6 +74,9 @@ def count_on_rank(rank: int, model_dir: str, layout: dict[str, int], checkpointi
         {"dp": 2, "fsdp": 2, "zero": 1},
         {"tp": 2},
         {"fsdp": 2, "tp": 2},
+        {"tp": 4},
+        {"tp": 2, "sequence_parallel": True},
+        {"fsdp": 2, "tp": 2, "sequence_parallel": True},
     ],
     ids=lambda layout: "x".join(f"{axis}{size}" for axis, size in layout.items()),
 )

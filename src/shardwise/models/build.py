@@ -43,3 +43,8 @@ def restore_buffers(model: PreTrainedModel) -> None:
             param._is_hf_initialized = True
         with torch.no_grad():
             model._init_weights(module)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal language model of transformers."""
+    return model.base_model.layers

@@ -17,6 +17,7 @@ ALL_KINDS = (
     "dp",
     "dp x fsdp",
     "tp",
+    "sequence parallel",
     "fsdp x tp",
     "dp x tp",
     "serve tp",

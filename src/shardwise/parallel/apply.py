@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
 
 from shardwise.config import Plan
+from shardwise.models.facts import ModelFacts
 from shardwise.parallel.data import apply_fsdp
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.tensor import apply_tensor_parallel
 
 
-def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+@dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """A transformers model as this rank holds it, and what the optimizer step must know of it."""
+
+    model: PreTrainedModel
+    partial: Mapping[str, str]
+    """parameter name -> axis over which its gradient is still to be summed after the backward
+    pass, because each rank of the axis has seen only a part of its use"""
+
+
+def parallelize(model: PreTrainedModel, plan: Plan, facts: ModelFacts, mesh: Mesh) -> ShardedModel:
     """Shard a transformers model that lies on the meta device, in place.
 
     The order matters:
@@ -28,11 +42,13 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
         serving they are whole.
     """
     serving = plan.task == "serve"
+    partial: Mapping[str, str] = {}
     if plan.layout.tp > 1:
-        apply_tensor_parallel(model, mesh, gather_logits=serving)
-    if serving:
-        return model
-    if plan.train.checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    apply_fsdp(model, mesh, plan.precision)
-    return model
+        partial = apply_tensor_parallel(
+            model, mesh, num_kv_heads=facts.num_kv_heads, gather_logits=serving
+        )
+    if not serving:
+        if plan.train.checkpointing == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        apply_fsdp(model, mesh, plan.precision)
+    return ShardedModel(model=model, partial=partial)

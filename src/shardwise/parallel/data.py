@@ -7,14 +7,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardwise.config import Layout, Precision
+from shardwise.models.build import decoder_layers
 from shardwise.parallel.mesh import Mesh
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a causal language model of transformers."""
-    return model.base_model.layers
 
 
 def apply_fsdp(model: nn.Module, mesh: Mesh, precision: Precision) -> None:

@@ -1,14 +1,14 @@
-"""One global gradient norm for any layout, and clipping by it."""
+"""What is done to gradients after the last backward pass: sum what is partial, measure, clip."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.parallel.mesh import AXES, Mesh
+from shardwise.parallel.mesh import AXES, KV_HEADS, Mesh
 
 
 def shard_axes(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -23,6 +23,26 @@ def shard_axes(tensor: torch.Tensor) -> tuple[str, ...]:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sum_partial(model: nn.Module, partial: Mapping[str, str], mesh: Mesh) -> None:
+    """Sum the gradients of parameters of which each rank of an axis has seen a part of the use.
+
+    One message an axis and step, however many parameters and micro-batches there are.
+
+    Args:
+        partial: parameter name -> axis.
+    """
+    params = dict(model.named_parameters())
+    for axis in sorted(set(partial.values())):
+        grads = [
+            local_part(params[name].grad)
+            for name, over in partial.items()
+            if over == axis and params[name].grad is not None
+        ]
+        flat = mesh.sum_over(torch.cat([grad.flatten() for grad in grads]), [axis])
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
 
 
 def global_norm(params: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
@@ -55,6 +75,6 @@ def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) ->
 
 def _all_axis_sets() -> list[tuple[str, ...]]:
     sets: list[tuple[str, ...]] = [()]
-    for axis in AXES:
+    for axis in (*AXES, KV_HEADS):
         sets += [(*earlier, axis) for earlier in sets]
     return sets

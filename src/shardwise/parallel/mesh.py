@@ -7,15 +7,18 @@ neighbouring ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config import Layout
+from shardwise.parallel._torch import unflatten
 
 AXES = ("dp", "fsdp", "tp")  # those that are built; the order is the one written above
+KV_HEADS, KV_REPLICAS = "tp_kv", "tp_kv_replicas"
+"""the two axes that `tp` becomes where a KV head is held by several ranks"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,7 @@ class Mesh:
 
     layout: Layout
     device_mesh: DeviceMesh
+    _kv_views: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -34,7 +38,7 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis."""
-        return self.device_mesh[axis].size()
+        return self._view(axis)[axis].size()
 
     def rank(self, axis: str) -> int:
         """This rank's position along an axis."""
@@ -42,7 +46,22 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along an axis."""
-        return self.device_mesh.get_group(axis)
+        return self._view(axis).get_group(axis)
+
+    def kv_view(self, num_kv_heads: int) -> DeviceMesh:
+        """The `tp` axis as KV heads x ranks that hold the same head; neighbours hold the same.
+
+        Makes process groups at its first call, so every rank must call it.
+        """
+        view = self._kv_views.get(KV_HEADS)
+        if view is None or view.shape[0] != num_kv_heads:
+            sizes = (num_kv_heads, self.size("tp") // num_kv_heads)
+            view = unflatten(self.device_mesh["tp"], sizes, (KV_HEADS, KV_REPLICAS))
+            self._kv_views.update({KV_HEADS: view, KV_REPLICAS: view})
+        return view
+
+    def _view(self, axis: str) -> DeviceMesh:
+        return self._kv_views.get(axis, self.device_mesh)
 
     def sum_over(self, value: torch.Tensor, axes: Iterable[str]) -> torch.Tensor:
         """Sum a tensor over the given axes, in place; every rank of them gets the sum."""

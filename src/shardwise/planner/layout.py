@@ -9,6 +9,7 @@ from shardwise.config import Layout, Plan
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 
+KV = "KV heads"
 _NOT_BUILT = {
     "pp": "pipeline parallelism is not built yet; use fsdp or tp",
     "cp": "context parallelism is not built yet; use a shorter seq_len",
@@ -21,6 +22,11 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
     for axis, reason in _NOT_BUILT.items():
         if getattr(layout, axis) > 1:
             return f"{axis}={getattr(layout, axis)}: {reason}"
+    if layout.sequence_parallel and (task == "serve" or layout.tp == 1):
+        return (
+            "sequence_parallel splits the sequence over the tp ranks of a training run; "
+            f"with task={task} and tp={layout.tp} set it to false"
+        )
     if task == "serve":
         for axis in ("dp", "fsdp"):
             if getattr(layout, axis) > 1:
@@ -33,7 +39,7 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
         return None
     sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
     for what, number in _split_by_tp(facts).items():
-        if number % layout.tp:
+        if not _splits(number, layout.tp, repeat=what == KV):
             return (
                 f"tp={layout.tp} does not divide the model's {number} {what}; "
                 f"tp sizes that work: {sizes}"
@@ -55,9 +61,21 @@ def why_too_few_rows(plan: Plan) -> str | None:
 
 
 def legal_tp_sizes(facts: ModelFacts) -> list[int]:
-    """Every tensor-parallel size that divides all heads and the feed-forward width."""
-    numbers = _split_by_tp(facts).values()
-    return [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
+    """Every tensor-parallel size that splits the heads and the feed-forward width evenly.
+
+    KV heads may also be fewer than ranks, if each can be held by equally many.
+    """
+    split = _split_by_tp(facts)
+    largest = min(number for what, number in split.items() if what != KV)
+    return [
+        tp
+        for tp in range(1, largest + 1)
+        if all(_splits(number, tp, repeat=what == KV) for what, number in split.items())
+    ]
+
+
+def _splits(number: int, tp: int, *, repeat: bool) -> bool:
+    return number % tp == 0 or (repeat and tp % number == 0)
 
 
 def legal_layouts(facts: ModelFacts, num_devices: int, *, task: str) -> Iterator[Layout]:
@@ -122,6 +140,8 @@ def _kinds(layout: Layout, task: str) -> set[str]:
         return {"serve tp"} if layout.tp > 1 else set()
     axes = [axis for axis in ("dp", "fsdp", "tp") if getattr(layout, axis) > 1]
     kinds = {*axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
+    if layout.sequence_parallel:
+        kinds.add("sequence parallel")
     if layout.fsdp > 1 and layout.zero < 3:
         kinds.add(f"ZeRO-{layout.zero}")
     return kinds
@@ -134,6 +154,6 @@ def _divisors(number: int) -> list[int]:
 def _split_by_tp(facts: ModelFacts) -> dict[str, int]:
     return {
         "attention heads": facts.num_heads,
-        "KV heads": facts.num_kv_heads,
+        KV: facts.num_kv_heads,
         "feed-forward columns": facts.intermediate_size,
     }

@@ -15,7 +15,7 @@ from shardwise.models.facts import ModelFacts
 
 FP32 = 4
 LOSS_CHUNK_TOKENS = 256
-"""tokens whose logits are in fp32 at a time, which the loss obeys"""
+"""tokens whose logits exist at a time, which the loss obeys"""
 _RUNTIME_BYTES = {"cpu": int(0.36 * GIB), "accelerator": int(1.0 * GIB)}
 """What a process holds before any tensor. CPU: interpreter, torch and transformers, measured with
 torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0.4 GiB."""
@@ -35,30 +35,49 @@ class RankSizes:
     @classmethod
     def of(cls, facts: ModelFacts, tp: int) -> RankSizes:
         """Sizes of the largest rank: uneven cuts round up."""
-        layer = sum(_share(name, shape, tp) for name, shape in facts.layer_shapes.items())
+        layer = sum(math.prod(shape) for shape in local_shapes(facts, tp).values())
         table = -(-facts.vocab_size // tp) * facts.hidden_size
         return cls(layer=layer, outer=(1 if facts.tied else 2) * table + facts.hidden_size)
 
 
-def _share(name: str, shape: tuple[int, ...], tp: int) -> int:
-    """Values of a layer's parameter on one rank: norms and row biases are whole everywhere."""
-    is_row_bias = name.endswith(("o_proj.bias", "down_proj.bias"))
-    whole = "norm" in name or is_row_bias
-    return math.prod(shape) if whole else math.prod(shape) // tp
+def local_shapes(facts: ModelFacts, tp: int) -> dict[str, tuple[int, ...]]:
+    """What one rank of `tp` holds of each parameter of a layer: norms and row biases are whole
+    everywhere, and a KV head is never cut."""
+    shapes = facts.layer_shapes.items()
+    return {name: _local_shape(name, shape, facts, tp) for name, shape in shapes}
 
 
-def activation_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int) -> int:
+def _local_shape(name: str, shape: tuple[int, ...], facts: ModelFacts, tp: int) -> tuple[int, ...]:
+    if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
+        return shape
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return (shape[0], shape[1] // tp)
+    parts = min(tp, facts.num_kv_heads) if is_kv(name) else tp
+    return (shape[0] // parts, *shape[1:])
+
+
+def is_kv(name: str) -> bool:
+    """Whether a parameter belongs to the keys or values."""
+    return "k_proj." in name or "v_proj." in name
+
+
+def activation_bytes_per_token(
+    facts: ModelFacts, *, tp: int, compute_bytes: int, sequence_parallel: bool = False
+) -> int:
     """Bytes that one decoder layer keeps for its backward pass, per token.
 
     By operation: each norm keeps its fp32 input and its scaled output; the projections keep their
     inputs; attention keeps q, k, v, its output and one fp32 number a head; the gated MLP keeps
-    both halves, the activation and the product.
+    both halves, the activation and the product. With sequence parallelism a rank has the norms of
+    its own tokens only; the projections keep their gathered inputs.
     """
     c = compute_bytes
     norm = FP32 + (FP32 if facts.family.fp32_norm_output else c)
-    q, kv = facts.q_size // tp, facts.kv_size // tp
+    q, kv = facts.q_size // tp, facts.kv_size // min(tp, facts.num_kv_heads)
     num_heads = facts.num_heads // tp
     norms = len(facts.family.norms) * (facts.hidden_size * norm + FP32)
+    if sequence_parallel:
+        norms //= tp
     linears = 2 * facts.hidden_size * c
     attention = 2 * (q + kv) * c + num_heads * FP32
     qk_norms = (q + kv) * norm + 2 * num_heads * FP32 if facts.family.qk_norm else 0
@@ -98,23 +117,28 @@ def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     with their gradient. The second is the end of the backward pass: the activations are gone, but
     the outer group's gradients are whole and on their way into the reduce-scatter.
     """
-    sizes, train = RankSizes.of(facts, plan.layout.tp), plan.train
+    layout, train = plan.layout, plan.train
+    sizes = RankSizes.of(facts, layout.tp)
     c = plan.precision.compute_bytes
     whole = facts.num_layers * sizes.layer + sizes.outer
-    own = -(-whole // plan.layout.fsdp)
+    own = -(-whole // layout.fsdp)
     tokens = train.micro_batch * train.seq_len
-    tp = plan.layout.tp
-    kept = activation_bytes_per_token(facts, tp=tp, compute_bytes=c) * tokens
+    tp, split = layout.tp, layout.sequence_parallel
+    kept = tokens * activation_bytes_per_token(
+        facts, tp=tp, compute_bytes=c, sequence_parallel=split
+    )
     masked = masked_bytes_per_token(facts, tp=tp, compute_bytes=c, seq_len=train.seq_len) * tokens
-    inputs = facts.hidden_size * c * tokens
-    last = 3 * facts.hidden_size * FP32 * tokens  # the last norm and the head's input
+    outside = tokens // tp if split else tokens  # of the sequence, between the split regions
+    inputs = facts.hidden_size * c * outside
+    # the last norm's input and output; the head's input, its trained part and their gradient
+    last = facts.hidden_size * ((FP32 + c) * outside + 3 * c * tokens)
     if train.checkpointing == "full":
         activations = facts.num_layers * inputs + kept + masked + last
     else:
         activations = facts.num_layers * kept + facts.num_sliding_layers * masked + last
-    gathered = (whole if plan.layout.keeps_gathered else sizes.outer) * c
-    one_pass = train.num_micro_batches(plan.layout) == 1
-    summed = whole if plan.layout.reduces_once else own  # of the micro-batches before this one
+    gathered = (whole if layout.keeps_gathered else sizes.outer) * c
+    one_pass = train.num_micro_batches(layout) == 1
+    summed = whole if layout.reduces_once else own  # of the micro-batches before this one
     at_loss = {
         "gradients": 0 if one_pass else summed * FP32,
         "activations": activations,
@@ -133,13 +157,12 @@ def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
 
 
 def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
-    """The logits with their gradient and one fp32 chunk (two from bf16), or, a moment later, the
-    gradient alone with that of the head's weight."""
+    """One chunk of logits, which become their own gradient, and the gradient of the head's
+    weight, summed in fp32; in bf16 also a copy of the chunk and the sum's last product."""
     vocab, c = -(-facts.vocab_size // plan.layout.tp), plan.precision.compute_bytes
-    chunks = 1 if c == FP32 else 2
-    chunk = chunks * vocab * FP32 * min(tokens, LOSS_CHUNK_TOKENS)
-    one = vocab * c * tokens
-    return max(2 * one + chunk, one + vocab * facts.hidden_size * c)
+    copy = 0 if c == FP32 else c
+    chunk = vocab * min(tokens, LOSS_CHUNK_TOKENS) * (FP32 + copy)
+    return chunk + vocab * facts.hidden_size * (FP32 + copy)
 
 
 def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
@@ -155,5 +178,10 @@ def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
         "activations": layer * context,
         "logits": 2 * facts.vocab_size * FP32,
         "buffers": 0,
-        "kv_cache": 2 * facts.num_layers * (facts.kv_size // tp) * c * context,
+        "kv_cache": 2
+        * facts.num_layers
+        * facts.kv_size
+        // min(tp, facts.num_kv_heads)
+        * c
+        * context,
     }

@@ -19,7 +19,7 @@ from shardwise.weights.load import load_model
 
 def run_serve(plan: Plan, mesh: Mesh) -> None:
     """Load this rank's part of the model and serve until told to stop."""
-    model = load_model(plan, mesh, COMPUTE_DTYPES[plan.precision.compute]).eval()
+    model = load_model(plan, mesh, COMPUTE_DTYPES[plan.precision.compute]).model.eval()
     context = plan.serve.context or read_facts(plan.model).max_positions
     if dist.get_rank() > 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when it is over

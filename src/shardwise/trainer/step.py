@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import Train
 from shardwise.errors import ShardwiseError
+from shardwise.parallel.apply import ShardedModel
 from shardwise.parallel.data import begin_micro_batch, let_go
-from shardwise.parallel.grads import clip, global_norm
+from shardwise.parallel.grads import clip, global_norm, local_part, sum_partial
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.tensor import vocab_range
+from shardwise.parallel.tensor import region_of, vocab_range
 from shardwise.trainer.data.batches import Batch, num_targets
-from shardwise.trainer.loss import cross_entropy_sum, shift_labels
+from shardwise.trainer.loss import head_loss_sum, shift_labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class StepResult:
 
 
 def train_step(
-    model: PreTrainedModel,
+    sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     mesh: Mesh,
@@ -46,7 +48,7 @@ def train_step(
     Raises:
         ShardwiseError: the loss or the norm is not finite; nothing has been updated then.
     """
-    total_targets = _count(batches, mesh)
+    model, total_targets = sharded.model, _count(batches, mesh)
     loss = torch.zeros((), device=mesh.device)
     optimizer.zero_grad()
     for number, batch in enumerate(batches, start=1):
@@ -55,6 +57,7 @@ def train_step(
         part.backward()
         loss += part.detach()
     mesh.sum_over(loss, mesh.data_axes)
+    sum_partial(model, sharded.partial, mesh)
     params = list(model.parameters())
     norm = global_norm(params, mesh)
     if not (torch.isfinite(loss) and torch.isfinite(norm)):
@@ -71,9 +74,9 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, batches: Sequence[Batch], mesh: Mesh) -> float:
+def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> float:
     """Mean cross-entropy of all trained tokens of the given rows, in nats."""
-    model.eval()
+    model = sharded.model.eval()
     total_targets = _count(batches, mesh)
     loss = torch.zeros((), device=mesh.device)
     for batch in batches:
@@ -86,13 +89,24 @@ def evaluate(model: PreTrainedModel, batches: Sequence[Batch], mesh: Mesh) -> fl
 def batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's trained tokens (fp32 scalar)."""
     ids, labels = batch
-    logits = model(input_ids=ids, use_cache=False).logits
-    return cross_entropy_sum(
-        logits,
-        shift_labels(labels),
-        vocab=vocab_range(model.config.vocab_size, mesh.group("tp")),
-        group=mesh.group("tp") if mesh.size("tp") > 1 else None,
-    )
+    head = model.get_output_embeddings()
+    hidden = head_input(model, head, ids)
+    group = mesh.group("tp") if mesh.size("tp") > 1 else None
+    if group is not None:
+        hidden = region_of(mesh).enter(hidden)
+    vocab = vocab_range(model.config.vocab_size, mesh.group("tp"))
+    weight = local_part(head.weight)
+    return head_loss_sum(hidden, weight, shift_labels(labels), vocab=vocab, group=group)
+
+
+def head_input(model: PreTrainedModel, head: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """What the model gives to its head: the logits are made with the loss, a few at a time."""
+    forward = head.forward
+    head.forward = lambda hidden: hidden
+    try:
+        return model(input_ids=ids, use_cache=False).logits
+    finally:
+        head.forward = forward
 
 
 def _count(batches: Sequence[Batch], mesh: Mesh) -> int:

@@ -9,13 +9,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel
 
 from shardwise.config import Plan
 from shardwise.models.build import build_on_meta, materialise
 from shardwise.models.facts import read_facts
 from shardwise.parallel._torch import is_strided_shard
-from shardwise.parallel.apply import parallelize
+from shardwise.parallel.apply import ShardedModel, parallelize
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import Mesh
 from shardwise.planner.layout import check_plan
@@ -25,7 +24,7 @@ Box = tuple[slice, ...]
 """One range per dimension, in the coordinates of the full tensor."""
 
 
-def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> ShardedModel:
     """Build, shard and load the plan's model: the only way weights get into a model.
 
     Args:
@@ -40,10 +39,10 @@ def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> PreTrainedModel:
     index = open_index(Path(plan.model))
     verify(index, facts.parameter_shapes, tied=facts.tied, compare_tied=False)
     model = build_on_meta(plan.model, dtype)
-    parallelize(model, plan, mesh)
+    sharded = parallelize(model, plan, facts, mesh)
     materialise(model, mesh.device)
     load_weights(model, index)
-    return model
+    return sharded
 
 
 def local_box(tensor: torch.Tensor) -> Box:

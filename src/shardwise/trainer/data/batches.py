@@ -38,6 +38,7 @@ def micro_batches(
     micro_batch: int,
     data_rank: int,
     num_data_ranks: int,
+    multiple: int = 1,
     device: torch.device,
 ) -> list[Batch]:
     """This rank's micro-batches of some rows.
@@ -45,15 +46,21 @@ def micro_batches(
     Every rank gets the same number of them, so that all take part in the same collectives; a
     rank that has run out of rows gets an empty row, which trains nothing. Rows are padded on the
     right: under a causal mask no real token sees the padding, so no attention mask is needed.
+
+    Args:
+        multiple: what the length of each micro-batch must be a multiple of, in tokens.
     """
     num_batches = -(-len(numbers) // (num_data_ranks * micro_batch))
     mine = list(numbers[data_rank::num_data_ranks])
     chunks = [mine[i * micro_batch : (i + 1) * micro_batch] for i in range(num_batches)]
-    return [_pad([rows[row] for row in chunk], device) for chunk in chunks]
+    return [_pad([rows[row] for row in chunk], multiple, device) for chunk in chunks]
 
 
-def _pad(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> Batch:
-    length = max((len(ids) for ids, _ in rows), default=2)
+def _pad(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int, device: torch.device
+) -> Batch:
+    longest = max((len(ids) for ids, _ in rows), default=2)
+    length = -(-longest // multiple) * multiple
     ids = torch.zeros(max(len(rows), 1), length, dtype=torch.long)
     labels = torch.full_like(ids, IGNORE)
     for i, (row_ids, trained) in enumerate(rows):
