@@ -68,8 +68,11 @@ class Layout(Config):
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether gathered parameters stay from a forward pass to its backward pass."""
-        return self.fsdp > 1 and self.zero < 3
+        """Whether gathered parameters stay from a forward pass to its backward pass.
+
+        A pipeline has many passes under way at once, so it cannot do without them.
+        """
+        return self.pp > 1 or (self.fsdp > 1 and self.zero < 3)
 
     @property
     def reduces_once(self) -> bool:
@@ -77,7 +80,7 @@ class Layout(Config):
 
         Without sharding (`fsdp=1`) a rank holds whole gradients anyway, so waiting costs nothing.
         """
-        return self.zero == 1 or self.fsdp == 1
+        return self.zero == 1 or self.fsdp == 1 or self.pp > 1
 
     def __str__(self) -> str:
         axes = {a: getattr(self, a) for a in ("pp", "dp", "fsdp", "cp", "tp", "ep")}
@@ -131,6 +134,9 @@ class Train(Config):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     clip_norm: float | None = Field(default=1.0, gt=0, description="None: no clipping")
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"] = Field(
+        default="1f1b", description="order of the micro-batches in a pipeline (pp > 1)"
+    )
     checkpointing: Literal["none", "full"] = Field(
         default="none", description="recompute each layer's activations in the backward pass"
     )

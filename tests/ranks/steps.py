@@ -22,10 +22,18 @@ class RankStep:
     loss: float
     norm: float
     num_tokens: int
-    grads: dict[str, Any]
-    params: dict[str, Any]
-    held: dict[tuple[str, str], str]
-    """parameter name and the box of it that this rank holds -> digest of its bytes"""
+    named: list[tuple[str, Any, Any]]
+    """name in the files, gradient and value of every parameter of this rank's stages"""
+    held: list[tuple[tuple[str, str], str]]
+    """name and the box of it that this rank holds, and a digest of its bytes"""
+
+    @property
+    def grads(self) -> dict[str, Any]:
+        return {name: grad for name, grad, _ in self.named}
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {name: param for name, _, param in self.named}
 
 
 def random_rows(lengths: Sequence[int], vocab: int = 300, seed: int = 1) -> list[Row]:
@@ -69,13 +77,12 @@ def _train_on_rank(
     )
     mesh = build_mesh(plan.layout, "cpu")
     sharded = load_model(plan, mesh, torch.float32)
-    model = sharded.model
-    optimizer = make_optimizer(model, settings)
+    optimizer = make_optimizer(sharded, settings)
     steps = []
     for rows in batches:
         micro = _micro_batches(rows, plan, mesh)
         result = train_step(sharded, optimizer, micro, mesh, settings, settings.learning_rate)
-        steps.append(_collect(model, result, mesh))
+        steps.append(_collect(sharded, result))
     return steps
 
 
@@ -101,21 +108,25 @@ def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
     )
 
 
-def _collect(model: Any, result: Any, mesh: Any) -> RankStep:
+def _collect(sharded: Any, result: Any) -> RankStep:
     from shardwise.parallel.grads import local_part
     from shardwise.weights.load import local_box
 
-    params = dict(model.named_parameters())
+    params = list(sharded.stored_names())
+    missing = [name for name, p in params if p.grad is None]
+    assert not missing, f"no gradient: {missing}"
     return RankStep(
         loss=result.loss,
         norm=result.grad_norm,
         num_tokens=result.num_targets,
-        grads={name: _full(p.grad) for name, p in params.items()},
-        params={name: _full(p) for name, p in params.items()},
-        held={
-            (name, str(local_box(p))): sha256(local_part(p).detach().numpy().tobytes()).hexdigest()
-            for name, p in params.items()
-        },
+        named=[(name, _full(p.grad), _full(p)) for name, p in params],
+        held=[
+            (
+                (name, str(local_box(p))),
+                sha256(local_part(p).detach().numpy().tobytes()).hexdigest(),
+            )
+            for name, p in params
+        ],
     )
 
 

@@ -40,7 +40,7 @@ def train_on_rank(
     source = model if resume is None else f"{resume}/model"
     plan = Plan(model=source, task="full", layout=Layout(**layout), train=train)
     mesh = build_mesh(plan.layout, "cpu")
-    sharded = load_model(plan, mesh, torch.float32).model
+    sharded = load_model(plan, mesh, torch.float32)
     optimizer = make_optimizer(sharded, train)
     if resume is not None:
         load_optimizer(Path(resume), sharded, optimizer)
@@ -48,7 +48,7 @@ def train_on_rank(
     for number in todo:
         micro = _micro_batches(BATCHES[number], plan, mesh)
         result = train_step(sharded, optimizer, micro, mesh, train, train.learning_rate)
-        steps.append(_collect(sharded, result, mesh))
+        steps.append(_collect(sharded, result))
     if save is not None:
         order = RowOrder(num_rows=8, global_batch=8, seed=0, data_digest="")
         state = State(step=todo.stop, row_order=order, loss=steps[-1].loss)

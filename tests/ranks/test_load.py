@@ -29,11 +29,11 @@ def load_on_rank(rank: int, model_dir: str, layout: dict[str, int]) -> Any:
 
     plan = Plan(model=model_dir, task="full", layout=Layout(**layout))
     mesh = build_mesh(plan.layout, "cpu")
-    model = build_on_meta(model_dir, torch.float32)
     facts = read_facts(model_dir)
-    parallelize(model, plan, facts, mesh)
+    sharded = parallelize(lambda: build_on_meta(model_dir, torch.float32), plan, facts, mesh)
+    model = sharded.model
     materialise(model, mesh.device)
-    num_bytes = load_weights(model, open_index(model_dir))
+    num_bytes = load_weights(sharded, open_index(model_dir))
     held = sum(local_part(p).numel() for p in model.parameters())
     full = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()

@@ -72,15 +72,15 @@ def test_layout_equals_one_process_slow(name: str, layout: dict[str, int]) -> No
     check_parity(name, layout)
 
 
-def check_parity(name: str, layout: dict[str, int]) -> None:
+def check_parity(name: str, layout: dict[str, int], **train: object) -> None:
     ranks = run_steps(
         saved(name),
         layout,
         BATCHES,
-        micro_batch=2,
         eps=EPS,
         weight_decay=0.1,
         clip_norm=0.5,
+        **{"micro_batch": 2, **train},
     )
     for number, want in enumerate(oracle(name)):
         got = [steps[number] for steps in ranks]
@@ -89,12 +89,11 @@ def check_parity(name: str, layout: dict[str, int]) -> None:
             assert one.norm == pytest.approx(want.norm, rel=NORM_RTOL)
             assert one.num_tokens == want.num_tokens == sum(RAGGED)
         scale = min(1.0, 0.5 / (want.norm + 1e-6))  # the gradients have been clipped in place
-        assert set(got[0].grads) == set(want.grads)
-        for key, grad in want.grads.items():
-            assert_close(f"gradient of {key}, step {number}", got[0].grads[key], grad * scale)
-        if number in (0, NUM_STEPS - 1):
-            for key, param in want.params.items():
-                assert_close(f"{key} after step {number}", got[0].params[key], param)
+        assert {name for one in got for name in one.grads} == set(want.grads)
+        for key, grad, param in (entry for one in got for entry in one.named):
+            assert_close(f"gradient of {key}, step {number}", grad, want.grads[key] * scale)
+            if number in (0, NUM_STEPS - 1):
+                assert_close(f"{key} after step {number}", param, want.params[key])
         check_replicas(got)
 
 
@@ -102,7 +101,7 @@ def check_replicas(got: list[RankStep]) -> None:
     """Whatever several ranks hold is bitwise equal on all of them."""
     seen: dict[tuple[str, str], str] = {}
     for step in got:
-        for box, digest in step.held.items():
+        for box, digest in step.held:
             assert seen.setdefault(box, digest) == digest, box
 
 

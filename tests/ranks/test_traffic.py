@@ -51,7 +51,7 @@ def count_on_rank(rank: int, model_dir: str, layout: dict[str, int], checkpointi
     plan = Plan(model=model_dir, task="full", layout=Layout(**layout), train=train)
     mesh = build_mesh(plan.layout, "cpu")
     sharded = load_model(plan, mesh, torch.float32)
-    optimizer = make_optimizer(sharded.model, train)
+    optimizer = make_optimizer(sharded, train)
     micro = _micro_batches(ROWS, plan, mesh)
     train_step(sharded, optimizer, micro, mesh, train, 1e-3)
     with Recorder():

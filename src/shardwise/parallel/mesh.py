@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.config import Layout
 from shardwise.parallel._torch import unflatten
 
-AXES = ("dp", "fsdp", "tp")  # those that are built; the order is the one written above
+AXES = ("pp", "dp", "fsdp", "tp")  # those that are built; the order is the one written above
 KV_HEADS, KV_REPLICAS = "tp_kv", "tp_kv_replicas"
 """the two axes that `tp` becomes where a KV head is held by several ranks"""
 
@@ -28,6 +28,7 @@ class Mesh:
     layout: Layout
     device_mesh: DeviceMesh
     _kv_views: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+    _groups: dict[str, dist.ProcessGroup | None] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +70,18 @@ class Mesh:
             if self.size(axis) > 1:
                 dist.all_reduce(value, group=self.group(axis))
         return value
+
+    def ends(self) -> dist.ProcessGroup | None:
+        """The first and the last rank of this rank's `pp` axis; None for those between.
+
+        Makes process groups at its first call, so every rank must call it.
+        """
+        if "ends" not in self._groups:
+            lines = self.device_mesh.mesh.flatten(1).T.tolist()  # ranks that differ in pp only
+            pairs = [sorted({line[0], line[-1]}) for line in lines]
+            group, _ = dist.new_subgroups_by_enumeration(pairs)
+            self._groups["ends"] = group
+        return self._groups["ends"]
 
     @property
     def data_axes(self) -> tuple[str, ...]:

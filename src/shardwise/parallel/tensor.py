@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.errors import UserError
-from shardwise.models.build import decoder_layers
+from shardwise.models.build import Absent, decoder_layers
 from shardwise.parallel.collectives import (
     copy_to_group,
     gather_last_dim,
@@ -129,6 +129,8 @@ def apply_tensor_parallel(
     shards = _Shards(mesh)
     for path, name in rules.items():
         module = model.get_submodule(path)
+        if isinstance(module, Absent):
+            continue
         style = STYLES[name]
         if name == GATHERED_COLUMN and not gather_logits:
             style = HEAD_CHUNK
@@ -208,7 +210,9 @@ def _split_between_layers(model: nn.Module, ranks: dist.ProcessGroup) -> None:
         hidden, *others = args
         return split_sequence(hidden, ranks), *others
 
-    decoder_layers(model)[0].register_forward_pre_hook(cut)
+    first = decoder_layers(model)[0]
+    if not isinstance(first, Absent):  # a later pipeline stage receives what has been cut
+        first.register_forward_pre_hook(cut)
 
 
 def _parent(path: str) -> str:

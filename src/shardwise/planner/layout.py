@@ -8,10 +8,10 @@ from itertools import combinations
 from shardwise.config import Layout, Plan
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
+from shardwise.planner.stages import why_not_scheduled
 
 KV = "KV heads"
 _NOT_BUILT = {
-    "pp": "pipeline parallelism is not built yet; use fsdp or tp",
     "cp": "context parallelism is not built yet; use a shorter seq_len",
     "ep": "expert parallelism is not built yet",
 }
@@ -28,9 +28,14 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
             f"with task={task} and tp={layout.tp} set it to false"
         )
     if task == "serve":
-        for axis in ("dp", "fsdp"):
+        for axis in ("dp", "fsdp", "pp"):
             if getattr(layout, axis) > 1:
                 return f"{axis}={getattr(layout, axis)}: serving shards with tp only; set {axis}=1"
+    if layout.pp > 1 and layout.fsdp > 1 and layout.zero != 1:
+        return (
+            f"zero={layout.zero} with pp={layout.pp}: a pipeline keeps parameters gathered and "
+            "reduces gradients once a step, which is ZeRO-1; set zero=1"
+        )
     unproved = sorted(_kinds(layout, task) - set(facts.family.proved))
     if unproved:
         proved = ", ".join(facts.family.proved) or "none"
@@ -122,7 +127,7 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
             f"train.seq_len={train.seq_len} is longer than the model's "
             f"max_position_embeddings={facts.max_positions}; set it to at most that."
         )
-    reason = why_too_few_rows(plan)
+    reason = why_too_few_rows(plan) or why_not_scheduled(plan, facts)
     if reason is not None:
         raise UserError(f"{reason}.")
     context = plan.serve.context
@@ -138,7 +143,7 @@ def _kinds(layout: Layout, task: str) -> set[str]:
     """The kinds of parallelism (rows of the capability table) that a layout uses."""
     if task == "serve":
         return {"serve tp"} if layout.tp > 1 else set()
-    axes = [axis for axis in ("dp", "fsdp", "tp") if getattr(layout, axis) > 1]
+    axes = [axis for axis in ("pp", "dp", "fsdp", "tp") if getattr(layout, axis) > 1]
     kinds = {*axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
     if layout.sequence_parallel:
         kinds.add("sequence parallel")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from shardwise import console
 from shardwise.config import Plan
-from shardwise.parallel.apply import ShardedModel
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.sharded import ShardedModel
 from shardwise.probe.process import peak_bytes
 from shardwise.trainer.checkpoint import load_optimizer, save_checkpoint
 from shardwise.trainer.data.batches import Batch, micro_batches, rows_of_step, steps_per_epoch
@@ -114,9 +114,9 @@ def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
     checkpoints = complete_checkpoints(folder)
     source = str(checkpoints[-1] / "model") if checkpoints else plan.model
     sharded = load_model(plan.model_copy(update={"model": source}), mesh, torch.float32)
-    optimizer = make_optimizer(sharded.model, plan.train)
+    optimizer = make_optimizer(sharded, plan.train)
     if checkpoints:
-        load_optimizer(checkpoints[-1], sharded.model, optimizer)
+        load_optimizer(checkpoints[-1], sharded, optimizer)
     eval_folder = work / EVAL_ROWS
     return Run(
         plan=plan,
@@ -163,7 +163,7 @@ def _save(run: Run, step: int, loss: float) -> None:
     order = row_order(run.plan, run.work / TRAIN_ROWS)
     save_checkpoint(
         checkpoint_dir(run.folder, step),
-        run.sharded.model,
+        run.sharded,
         run.optimizer,
         run.plan,
         State(step=step, row_order=order, loss=loss),

@@ -37,6 +37,7 @@ def head_loss_sum(
     *,
     vocab: range,
     group: dist.ProcessGroup | None,
+    twice: bool = False,
 ) -> torch.Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[label]; tokens with IGNORE add nothing.
 
@@ -47,12 +48,13 @@ def head_loss_sum(
         vocab: the ids of this rank's rows.
         group: ranks that hold the other rows; None if these are all. Logits are never gathered:
             what crosses ranks is two numbers a token from each.
+        twice: whether the backward pass is run once for inputs and once more for weights.
 
     Returns:
         fp32 scalar, equal on every rank of the group.
     """
     trained = labels != IGNORE
-    return _HeadLossSum.apply(hidden[trained], weight, labels[trained], vocab, group)
+    return _HeadLossSum.apply(hidden[trained], weight, labels[trained], vocab, group, twice)
 
 
 class _HeadLossSum(torch.autograd.Function):
@@ -64,6 +66,7 @@ class _HeadLossSum(torch.autograd.Function):
         labels: torch.Tensor,
         vocab: range,
         group: dist.ProcessGroup | None,
+        twice: bool,
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
         grads = _Grads(hidden, weight) if any(ctx.needs_input_grad) else None
@@ -73,13 +76,17 @@ class _HeadLossSum(torch.autograd.Function):
             total += losses.sum()
             if grads is not None:
                 grads.add(rows, logits_grad)
+        ctx.twice = twice
         ctx.grads = grads  # not by save_for_backward, which would keep a second reference
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None
-        return grads.hidden.mul_(grad), grads.weight.mul_(grad), None, None, None
+        grads = ctx.grads
+        if ctx.twice:
+            return grads.hidden * grad, grads.weight * grad, None, None, None, None
+        ctx.grads = None
+        return grads.hidden.mul_(grad), grads.weight.mul_(grad), None, None, None, None
 
 
 class _Grads:

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from shardwise.config import Train
 from shardwise.errors import ShardwiseError
-from shardwise.parallel.apply import ShardedModel
 from shardwise.parallel.data import begin_micro_batch, let_go
-from shardwise.parallel.grads import clip, global_norm, local_part, sum_partial
+from shardwise.parallel.grads import clip, global_norm, local_part
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
-from shardwise.trainer.data.batches import Batch, num_targets
+from shardwise.trainer.data.batches import Batch, num_targets, same_shape
 from shardwise.trainer.loss import head_loss_sum, shift_labels
 
 
@@ -48,18 +48,13 @@ def train_step(
     Raises:
         ShardwiseError: the loss or the norm is not finite; nothing has been updated then.
     """
-    model, total_targets = sharded.model, _count(batches, mesh)
-    loss = torch.zeros((), device=mesh.device)
+    total_targets = _count(batches, mesh)
     optimizer.zero_grad()
-    for number, batch in enumerate(batches, start=1):
-        begin_micro_batch(model, mesh.layout, is_last=number == len(batches))
-        part = batch_loss_sum(model, batch, mesh) / max(1, total_targets)
-        part.backward()
-        loss += part.detach()
-    mesh.sum_over(loss, mesh.data_axes)
-    sum_partial(model, sharded.partial, mesh)
-    params = list(model.parameters())
-    norm = global_norm(params, mesh)
+    loss = _accumulate(sharded, batches, max(1, total_targets))
+    sharded.finish_gradients()
+    params = [param for _, param in sharded.named_parameters()]
+    counted = [param for _, param in sharded.named_parameters(copies=False)]
+    norm = global_norm(counted, mesh)
     if not (torch.isfinite(loss) and torch.isfinite(norm)):
         raise ShardwiseError(
             f"the loss is {loss.item()} and the gradient norm {norm.item()}; the weights were not "
@@ -73,33 +68,89 @@ def train_step(
     return StepResult(loss=loss.item(), grad_norm=norm.item(), num_targets=total_targets)
 
 
+def _accumulate(sharded: ShardedModel, batches: Sequence[Batch], total: int) -> torch.Tensor:
+    """Forward and backward of every micro-batch; the step's loss, equal on every rank."""
+    mesh = sharded.mesh
+    if sharded.pipeline is not None:
+        loss = _run_pipeline(sharded, batches, total, backward=True)
+    else:
+        (part,) = sharded.parts
+        loss = torch.zeros((), device=mesh.device)
+        for number, batch in enumerate(batches, start=1):
+            begin_micro_batch(part.root, mesh.layout, is_last=number == len(batches))
+            one = _batch_loss_sum(part.model, batch, mesh) / total
+            one.backward()
+            loss += one.detach()
+    return mesh.sum_over(loss, mesh.data_axes)
+
+
 @torch.no_grad()
 def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> float:
     """Mean cross-entropy of all trained tokens of the given rows, in nats."""
-    model = sharded.model.eval()
-    total_targets = _count(batches, mesh)
-    loss = torch.zeros((), device=mesh.device)
-    for batch in batches:
-        loss += batch_loss_sum(model, batch, mesh)
-    model.train()
-    let_go(model)
-    return mesh.sum_over(loss, mesh.data_axes).item() / max(1, total_targets)
+    sharded.train(False)
+    total = max(1, _count(batches, mesh))
+    if sharded.pipeline is not None:
+        loss = _run_pipeline(sharded, batches, total, backward=False)
+    else:
+        loss = torch.zeros((), device=mesh.device)
+        for batch in batches:
+            loss += _batch_loss_sum(sharded.model, batch, mesh) / total
+    sharded.train()
+    for part in sharded.parts:
+        let_go(part.root)
+    return mesh.sum_over(loss, mesh.data_axes).item()
 
 
-def batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
+def _run_pipeline(
+    sharded: ShardedModel, batches: Sequence[Batch], total: int, *, backward: bool
+) -> torch.Tensor:
+    """All micro-batches through all stages; the loss of this rank's rows, on every stage."""
+    pipeline = sharded.pipeline
+    assert pipeline is not None
+    mesh, last = sharded.mesh, sharded.parts[-1]  # if this rank has the last stage, it is here
+    ids, labels = (torch.cat(tensors) for tensors in zip(*same_shape(batches), strict=True))
+
+    def loss_function(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        head = last.model.get_output_embeddings()
+        return head_loss(hidden, head, labels, mesh, twice=pipeline.splits_backward) / total
+
+    loss = pipeline.run(
+        ids, labels, loss_function, num_micro_batches=len(batches), backward=backward
+    )
+    return mesh.sum_over(loss, ["pp"])
+
+
+def _batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's trained tokens (fp32 scalar)."""
     ids, labels = batch
     head = model.get_output_embeddings()
-    hidden = head_input(model, head, ids)
+    return head_loss(_head_input(model, head, ids), head, labels, mesh)
+
+
+def head_loss(
+    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, mesh: Mesh, *, twice: bool = False
+) -> torch.Tensor:
+    """Sum of the cross-entropy over the trained tokens of some rows (fp32 scalar).
+
+    Args:
+        hidden: [rows, tokens, hidden], what the model gives to its head.
+        labels: [rows, tokens], not shifted.
+        twice: whether the backward pass is run once for inputs and once more for weights.
+    """
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
     if group is not None:
         hidden = region_of(mesh).enter(hidden)
-    vocab = vocab_range(model.config.vocab_size, mesh.group("tp"))
-    weight = local_part(head.weight)
-    return head_loss_sum(hidden, weight, shift_labels(labels), vocab=vocab, group=group)
+    return head_loss_sum(
+        hidden,
+        local_part(head.weight),
+        shift_labels(labels),
+        vocab=vocab_range(head.weight.shape[0], mesh.group("tp")),
+        group=group,
+        twice=twice,
+    )
 
 
-def head_input(model: PreTrainedModel, head: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def _head_input(model: PreTrainedModel, head: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """What the model gives to its head: the logits are made with the loss, a few at a time."""
     forward = head.forward
     head.forward = lambda hidden: hidden

@@ -70,6 +70,18 @@ def _pad(
     return ids.to(device), labels.to(device)
 
 
+def same_shape(batches: Sequence[Batch]) -> list[Batch]:
+    """Pad micro-batches to the most rows and the longest one, with what trains nothing."""
+    rows = max(len(ids) for ids, _ in batches)
+    length = max(ids.shape[1] for ids, _ in batches)
+
+    def pad(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        missing = (0, length - tensor.shape[1], 0, rows - len(tensor))
+        return torch.nn.functional.pad(tensor, missing, value=value)
+
+    return [(pad(ids, 0), pad(labels, IGNORE)) for ids, labels in batches]
+
+
 def num_targets(batches: Sequence[Batch]) -> int:
     """Tokens that the loss counts: trained ones, less a row's first."""
     return sum(int((labels[:, 1:] != IGNORE).sum()) for _, labels in batches)
