@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
+from typing import Literal
 
 from shardwise.config import Layout, Plan
 from shardwise.errors import UserError
@@ -11,6 +12,8 @@ from shardwise.models.facts import ModelFacts
 from shardwise.planner.stages import why_not_scheduled
 
 KV = "KV heads"
+_STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+_NO_STAGE: tuple[Literal[3], ...] = (3,)
 _NOT_BUILT = {
     "cp": "context parallelism is not built yet; use a shorter seq_len",
     "ep": "expert parallelism is not built yet",
@@ -85,13 +88,17 @@ def _splits(number: int, tp: int, *, repeat: bool) -> bool:
 
 def legal_layouts(facts: ModelFacts, num_devices: int, *, task: str) -> Iterator[Layout]:
     """Every legal layout that uses exactly `num_devices` devices."""
-    for tp in _divisors(num_devices):
-        for fsdp in _divisors(num_devices // tp):
-            dp = num_devices // tp // fsdp
-            for zero in (1, 2, 3) if fsdp > 1 else (3,):  # a stage of an axis of one is none
-                layout = Layout(dp=dp, fsdp=fsdp, tp=tp, zero=zero)
-                if why_illegal(layout, facts, task=task) is None:
-                    yield layout
+    for pp in _divisors(num_devices) if task != "serve" else [1]:
+        for tp in _divisors(num_devices // pp):
+            for fsdp in _divisors(num_devices // pp // tp):
+                dp = num_devices // pp // tp // fsdp
+                # a stage of an axis of one is none
+                for zero, split in product(_STAGES if fsdp > 1 else _NO_STAGE, (False, True)):
+                    layout = Layout(
+                        dp=dp, fsdp=fsdp, tp=tp, pp=pp, zero=zero, sequence_parallel=split
+                    )
+                    if why_illegal(layout, facts, task=task) is None:
+                        yield layout
 
 
 def check_plan(plan: Plan, facts: ModelFacts) -> Plan:

@@ -8,10 +8,12 @@ against the tensors that autograd really saves, totals against measured peaks
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import GIB, Memory, Plan
 from shardwise.models.facts import ModelFacts
+from shardwise.planner.stages import StageSpec, passes_under_way, stages_of
 
 FP32 = 4
 LOSS_CHUNK_TOKENS = 256
@@ -26,18 +28,53 @@ launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.
 
 @dataclass(frozen=True, kw_only=True)
 class RankSizes:
-    """Parameters of one rank, after tensor parallelism and before FSDP."""
+    """Parameters of one rank, after pipeline and tensor parallelism and before FSDP."""
 
     layer: int
-    outer: int
-    """embedding, last norm and head"""
+    """of one decoder layer"""
+    num_layers: int
+    embedding: int
+    head: int
+    """last norm and, unless it is the embedding of the same rank, the head"""
+
+    @property
+    def outer(self) -> int:
+        """Outside the layers."""
+        return self.embedding + self.head
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.num_layers * self.layer + self.outer
 
     @classmethod
-    def of(cls, facts: ModelFacts, tp: int) -> RankSizes:
-        """Sizes of the largest rank: uneven cuts round up."""
+    def of(cls, facts: ModelFacts, tp: int, stages: Sequence[StageSpec] | None = None) -> RankSizes:
+        """Sizes of the largest rank: uneven cuts round up.
+
+        Args:
+            stages: those of the rank; None: the whole model.
+        """
         layer = sum(math.prod(shape) for shape in local_shapes(facts, tp).values())
         table = -(-facts.vocab_size // tp) * facts.hidden_size
-        return cls(layer=layer, outer=(1 if facts.tied else 2) * table + facts.hidden_size)
+        if stages is None:
+            num_layers, has_embedding, has_head, shared = facts.num_layers, True, True, facts.tied
+        else:
+            num_layers = sum(len(stage.layers) for stage in stages)
+            has_embedding = any(stage.is_first for stage in stages)
+            has_head = any(stage.is_last for stage in stages)
+            shared = facts.tied and len(stages) == 1 and has_embedding
+        head = facts.hidden_size + (0 if shared else table)
+        return cls(
+            layer=layer,
+            num_layers=num_layers,
+            embedding=table if has_embedding else 0,
+            head=head if has_head else 0,
+        )
+
+
+def stages_of_rank(plan: Plan, facts: ModelFacts, rank: int) -> list[StageSpec]:
+    """The stages of one position on the `pp` axis."""
+    return [stage for stage in stages_of(plan, facts) if stage.rank == rank]
 
 
 def local_shapes(facts: ModelFacts, tp: int) -> dict[str, tuple[int, ...]]:
@@ -98,7 +135,11 @@ def masked_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int, se
 
 def predict_memory(plan: Plan, facts: ModelFacts) -> Memory:
     """The memory of a plan's worst rank at its peak."""
-    parts = _serving(plan, facts) if plan.task == "serve" else _training(plan, facts)
+    if plan.task == "serve":
+        parts = _serving(plan, facts)
+    else:
+        ranks = (_training(plan, facts, rank) for rank in range(plan.layout.pp))
+        parts = max(ranks, key=lambda parts: sum(parts.values()))
     where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
     tensors = sum(parts.values())
     reserve = _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * tensors)
@@ -110,50 +151,87 @@ def state_bytes(facts: ModelFacts) -> int:
     return 16 * facts.num_parameters
 
 
-def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
-    """The larger of the two peaks of a step.
+def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
+    """The larger of the two peaks of a step, on one position of the `pp` axis.
 
-    The first is where the loss meets the last layer: every activation is there, and the logits
-    with their gradient. The second is the end of the backward pass: the activations are gone, but
-    the outer group's gradients are whole and on their way into the reduce-scatter.
+    The first is where the loss meets the last layer: every activation is there, and the gradient
+    of the head. The second is the end of the backward pass: the activations are gone, but the
+    outer group's gradients are whole and on their way into the reduce-scatter. A pipeline reduces
+    all groups there, one after the other, and has its receive buffers besides.
     """
     layout, train = plan.layout, plan.train
-    sizes = RankSizes.of(facts, layout.tp)
+    stages = stages_of_rank(plan, facts, rank)
+    sizes = RankSizes.of(facts, layout.tp, stages)
     c = plan.precision.compute_bytes
-    whole = facts.num_layers * sizes.layer + sizes.outer
-    own = -(-whole // layout.fsdp)
+    own = -(-sizes.total // layout.fsdp)
     tokens = train.micro_batch * train.seq_len
-    tp, split = layout.tp, layout.sequence_parallel
-    kept = tokens * activation_bytes_per_token(
-        facts, tp=tp, compute_bytes=c, sequence_parallel=split
-    )
-    masked = masked_bytes_per_token(facts, tp=tp, compute_bytes=c, seq_len=train.seq_len) * tokens
-    outside = tokens // tp if split else tokens  # of the sequence, between the split regions
-    inputs = facts.hidden_size * c * outside
-    # the last norm's input and output; the head's input, its trained part and their gradient
-    last = facts.hidden_size * ((FP32 + c) * outside + 3 * c * tokens)
-    if train.checkpointing == "full":
-        activations = facts.num_layers * inputs + kept + masked + last
-    else:
-        activations = facts.num_layers * kept + facts.num_sliding_layers * masked + last
-    gathered = (whole if layout.keeps_gathered else sizes.outer) * c
+    received = _received_bytes(plan, facts, stages)
+    gathered = (sizes.total if layout.keeps_gathered else sizes.outer) * c
     one_pass = train.num_micro_batches(layout) == 1
-    summed = whole if layout.reduces_once else own  # of the micro-batches before this one
+    summed = sizes.total if layout.reduces_once else own  # of the micro-batches before this one
     at_loss = {
         "gradients": 0 if one_pass else summed * FP32,
-        "activations": activations,
-        "logits": _logits(plan, facts, tokens),
-        "buffers": gathered + 2 * sizes.layer * c,
+        "activations": _activations(plan, facts, rank, stages),
+        "logits": _logits(plan, facts, tokens) if sizes.head else 0,
+        "buffers": gathered + 2 * sizes.layer * c + received,
     }
     at_end = {
         "gradients": own * FP32,
-        "activations": kept,
+        "activations": _kept(plan, facts),
         "logits": 0,
         "buffers": sizes.outer * (2 * c + FP32) + 2 * sizes.layer * (c + FP32),
     }
+    if layout.pp > 1:
+        at_end["activations"] = 0
+        at_end["gradients"] += sizes.total * FP32
+        largest = max(sizes.layer, sizes.outer)
+        at_end["buffers"] = sizes.total * c + largest * FP32 + received
     peak = max(at_loss, at_end, key=lambda parts: sum(parts.values()))
     states = {"weights": own * FP32, "optimizer": 2 * own * FP32}
     return {**states, **peak, "kv_cache": 0}
+
+
+def _kept(plan: Plan, facts: ModelFacts) -> int:
+    """Bytes that one layer keeps of one micro-batch."""
+    layout, train = plan.layout, plan.train
+    per_token = activation_bytes_per_token(
+        facts,
+        tp=layout.tp,
+        compute_bytes=plan.precision.compute_bytes,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    return per_token * train.micro_batch * train.seq_len
+
+
+def _activations(plan: Plan, facts: ModelFacts, rank: int, stages: Sequence[StageSpec]) -> int:
+    """What the forward passes under way have kept."""
+    layout, train, c = plan.layout, plan.train, plan.precision.compute_bytes
+    tokens = train.micro_batch * train.seq_len
+    kept = _kept(plan, facts)
+    masked = tokens * masked_bytes_per_token(
+        facts, tp=layout.tp, compute_bytes=c, seq_len=train.seq_len
+    )
+    outside = tokens // layout.sequence_multiple  # of the sequence, between the split regions
+    inputs = facts.hidden_size * c * outside
+    # the last norm's input and output; the head's input, its trained part and their gradient
+    last = facts.hidden_size * ((FP32 + c) * outside + 3 * c * tokens)
+    share = facts.num_sliding_layers / facts.num_layers
+    passes = passes_under_way(plan, rank)
+    layers = sum(len(stage.layers) for stage in stages) / len(stages)
+    if train.checkpointing == "full":
+        activations = passes * layers * inputs + kept + masked
+    else:
+        activations = passes * layers * (kept + share * masked)
+    return int(activations) + (last if any(stage.is_last for stage in stages) else 0)
+
+
+def _received_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> int:
+    """Buffers for what neighbours send: of every micro-batch, for the whole step."""
+    layout, train = plan.layout, plan.train
+    tokens = train.micro_batch * train.seq_len // layout.sequence_multiple
+    ways = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
+    one = tokens * facts.hidden_size * plan.precision.compute_bytes
+    return ways * train.num_micro_batches(layout) * one if layout.pp > 1 else 0
 
 
 def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
@@ -172,7 +250,7 @@ def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     context = plan.serve.context or facts.max_positions
     layer = (2 * facts.hidden_size + 4 * facts.intermediate_size // tp + 2 * facts.q_size // tp) * c
     return {
-        "weights": (facts.num_layers * sizes.layer + sizes.outer) * c,
+        "weights": sizes.total * c,
         "gradients": 0,
         "optimizer": 0,
         "activations": layer * context,

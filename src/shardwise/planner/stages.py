@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -66,7 +67,7 @@ def num_stages(plan: Plan) -> int:
 def stages_of(plan: Plan, facts: ModelFacts) -> tuple[StageSpec, ...]:
     """Every stage, in the order of the layers, cut so that the slowest takes the least time."""
     count = num_stages(plan)
-    cuts = balance([*_layer_costs(plan, facts)], count, last=_head_cost(facts))
+    cuts = balance(layer_costs(plan, facts), count, last=head_cost(facts))
     style = SCHEDULES[plan.train.pipeline_schedule].style
     return tuple(
         StageSpec(
@@ -81,13 +82,13 @@ def _rank(index: int, pp: int, style: str) -> int:
     return pp - 1 - position if style == "v" and turn % 2 else position
 
 
-def _layer_costs(plan: Plan, facts: ModelFacts) -> Sequence[float]:
+def layer_costs(plan: Plan, facts: ModelFacts) -> Sequence[float]:
     """Multiply-adds per token of each layer: its matrices, and attention over what it sees."""
     seen = plan.train.seq_len / 2
     return [facts.num_layer_parameters + 2 * facts.q_size * seen] * facts.num_layers
 
 
-def _head_cost(facts: ModelFacts) -> float:
+def head_cost(facts: ModelFacts) -> float:
     """Multiply-adds per token of the head; the embedding only copies one row."""
     return facts.vocab_size * facts.hidden_size
 
@@ -100,25 +101,68 @@ def balance(costs: Sequence[float], count: int, *, last: float = 0.0) -> list[ra
 
     Among equally good cuts the most even one (least sum of squares) is taken.
     """
+    return list(_balance(tuple(costs), count, last))
+
+
+@lru_cache(maxsize=256)
+def _balance(costs: tuple[float, ...], count: int, last: float) -> tuple[range, ...]:
     sums = [0.0, *accumulate(costs)]
     num = len(costs)
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
     for run in range(1, count + 1):
         extra = last if run == count else 0.0
         for end in range(run, num - (count - run) + 1):
-            options = []
-            for begin in range(run - 1, end):
+            found: tuple[float, float, int] | None = None
+            for begin in range(end - 1, run - 2, -1):
+                cost = sums[end] - sums[begin] + extra
+                if found is not None and cost > found[0]:
+                    break  # longer runs only cost more
                 if (run - 1, begin) in best:
                     dearest, squares, _ = best[run - 1, begin]
-                    cost = sums[end] - sums[begin] + extra
-                    options.append((max(dearest, cost), squares + cost * cost, begin))
-            if options:
-                best[run, end] = min(options)
+                    option = (max(dearest, cost), squares + cost * cost, begin)
+                    found = option if found is None else min(found, option)
+            if found is not None:
+                best[run, end] = found
     ends = [num]
     for run in range(count, 0, -1):
         ends.append(best[run, ends[-1]][2])
     ends.reverse()
-    return [range(begin, end) for begin, end in pairwise(ends)]
+    return tuple(range(begin, end) for begin, end in pairwise(ends))
+
+
+def passes_under_way(plan: Plan, rank: int) -> int:
+    """Forward passes of one stage whose activations a rank holds at once, at most.
+
+    Of the schedules of torch.distributed.pipelining: tests/unit/test_stages.py counts them in the
+    order of actions that torch makes.
+    """
+    pp, num_micro = plan.layout.pp, plan.train.num_micro_batches(plan.layout)
+    if pp == 1:
+        return 1
+    name = plan.train.pipeline_schedule
+    most = num_micro * SCHEDULES[name].stages_per_rank
+    per_round = num_micro // max(1, num_micro // pp)
+    under_way = {
+        "gpipe": most,
+        "1f1b": pp - rank,
+        "interleaved": per_round + 2 * (pp - 1 - rank) + 1,
+        "zbv": 2 * pp,
+        "dualpipev": 2 * pp + 1,
+    }
+    return min(most, under_way[name])
+
+
+def bubble(plan: Plan) -> float:
+    """Idle time of a step, as a share of the time that the micro-batches take.
+
+    (pp - 1) passes of 1F1B (GPipe has the same), divided by the stages of a rank where they are
+    interleaved (arXiv 2104.04473, section 2.2); none in the ideal case of ZBV (arXiv 2401.10241,
+    section 5); DualPipeV has half of ZB1P's, a third of 1F1B's (DeepSeek-V3, arXiv 2412.19437,
+    table 2), where all parts of a pass take equally long.
+    """
+    pp, num_micro = plan.layout.pp, plan.train.num_micro_batches(plan.layout)
+    share = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zbv": 0.0, "dualpipev": 1 / 6}
+    return share[plan.train.pipeline_schedule] * (pp - 1) / num_micro
 
 
 def why_not_scheduled(plan: Plan, facts: ModelFacts) -> str | None:

@@ -18,6 +18,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.parallel.data import begin_micro_batch, let_go
 from shardwise.parallel.grads import clip, global_norm, local_part
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
 from shardwise.trainer.data.batches import Batch, num_targets, same_shape
@@ -72,7 +73,7 @@ def _accumulate(sharded: ShardedModel, batches: Sequence[Batch], total: int) -> 
     """Forward and backward of every micro-batch; the step's loss, equal on every rank."""
     mesh = sharded.mesh
     if sharded.pipeline is not None:
-        loss = _run_pipeline(sharded, batches, total, backward=True)
+        loss = _run_pipeline(sharded, sharded.pipeline, batches, total, backward=True)
     else:
         (part,) = sharded.parts
         loss = torch.zeros((), device=mesh.device)
@@ -90,7 +91,7 @@ def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> flo
     sharded.train(False)
     total = max(1, _count(batches, mesh))
     if sharded.pipeline is not None:
-        loss = _run_pipeline(sharded, batches, total, backward=False)
+        loss = _run_pipeline(sharded, sharded.pipeline, batches, total, backward=False)
     else:
         loss = torch.zeros((), device=mesh.device)
         for batch in batches:
@@ -102,11 +103,14 @@ def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> flo
 
 
 def _run_pipeline(
-    sharded: ShardedModel, batches: Sequence[Batch], total: int, *, backward: bool
+    sharded: ShardedModel,
+    pipeline: Pipeline,
+    batches: Sequence[Batch],
+    total: int,
+    *,
+    backward: bool,
 ) -> torch.Tensor:
     """All micro-batches through all stages; the loss of this rank's rows, on every stage."""
-    pipeline = sharded.pipeline
-    assert pipeline is not None
     mesh, last = sharded.mesh, sharded.parts[-1]  # if this rank has the last stage, it is here
     ids, labels = (torch.cat(tensors) for tensors in zip(*same_shape(batches), strict=True))
 
