@@ -54,7 +54,17 @@ class Layout(Config):
     @property
     def sequence_multiple(self) -> int:
         """What the length of a padded micro-batch is a multiple of, in tokens."""
+        return self.sequence_parts * (2 * self.cp if self.cp > 1 else 1)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Ranks that split the sequence between the split regions of tensor parallelism."""
         return self.tp if self.sequence_parallel else 1
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share the states between them."""
+        return self.fsdp * self.cp
 
     @property
     def world_size(self) -> int:
@@ -72,21 +82,21 @@ class Layout(Config):
 
         A pipeline has many passes under way at once, so it cannot do without them.
         """
-        return self.pp > 1 or (self.fsdp > 1 and self.zero < 3)
+        return self.pp > 1 or (self.num_shards > 1 and self.zero < 3)
 
     @property
     def reduces_once(self) -> bool:
         """Whether gradients cross ranks once a step and not once a micro-batch.
 
-        Without sharding (`fsdp=1`) a rank holds whole gradients anyway, so waiting costs nothing.
+        Without sharding a rank holds whole gradients anyway, so waiting costs nothing.
         """
-        return self.zero == 1 or self.fsdp == 1 or self.pp > 1
+        return self.zero == 1 or self.num_shards == 1 or self.pp > 1
 
     def __str__(self) -> str:
         axes = {a: getattr(self, a) for a in ("pp", "dp", "fsdp", "cp", "tp", "ep")}
         text = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1) or "one process"
         text += " + sequence parallel" if self.sequence_parallel else ""
-        return f"{text} (ZeRO-{self.zero})" if self.fsdp > 1 else text
+        return f"{text} (ZeRO-{self.zero})" if self.num_shards > 1 else text
 
 
 class Devices(Config):

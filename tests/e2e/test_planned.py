@@ -59,6 +59,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"dp": 2}, ["train.global_batch=8"]),
         ({"tp": 3}, []),
         ({"fsdp": 2, "tp": 3}, []),
+        ({"tp": 3, "sequence_parallel": True}, []),
+        ({"pp": 2}, ["train.global_batch=8"]),
+        ({"pp": 2}, ["train.global_batch=8", "train.pipeline_schedule=gpipe"]),
+        ({"pp": 2}, ["train.global_batch=8", "train.pipeline_schedule=zbv"]),
+        ({"pp": 2, "fsdp": 2, "zero": 1}, ["train.global_batch=16"]),
     ],
     ids=[
         "one",
@@ -70,6 +75,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dp2",
         "tp3",
         "fsdp2 x tp3",
+        "tp3 sequence parallel",
+        "pp2",
+        "pp2 gpipe",
+        "pp2 zbv",
+        "pp2 x fsdp2",
     ],
 )
 def test_peak_memory_is_as_planned(

@@ -89,6 +89,7 @@ def _train_on_rank(
 def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
     import numpy as np
 
+    from shardwise.parallel.context import own_columns
     from shardwise.trainer.data.batches import micro_batches
     from shardwise.trainer.data.store import Rows
 
@@ -104,6 +105,8 @@ def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
         data_rank=mesh.data_rank,
         num_data_ranks=plan.layout.num_data_ranks,
         multiple=plan.layout.sequence_multiple,
+        same_shape=plan.layout.pp > 1,
+        columns=own_columns(mesh),
         device=mesh.device,
     )
 

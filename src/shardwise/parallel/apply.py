@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from shardwise.config import Plan
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
+from shardwise.parallel.context import apply_context_parallel
 from shardwise.parallel.data import COMPUTE_DTYPES, apply_fsdp
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
@@ -40,7 +41,7 @@ def parallelize(
             schedule=plan.train.pipeline_schedule,
             stages=[(part.spec, part.root) for part in parts],
             hidden_size=facts.hidden_size,
-            sequence_parts=plan.layout.sequence_multiple,
+            sequence_parts=plan.layout.sequence_parts,
             dtype=COMPUTE_DTYPES[plan.precision.compute],
         )
     return ShardedModel(parts=parts, mesh=mesh, tied=facts.tied, pipeline=pipeline)
@@ -52,18 +53,21 @@ def _part(
     """One stage. The order matters:
     1. pipeline: take out what other stages have, so that nothing more is done to it;
     2. tensor parallel, while the modules are still plain and their rules can be read;
-    3. activation checkpointing, around layers that are already split;
-    4. FSDP last, so that it shards what the others left and gathers it layer by layer.
+    3. context parallel, which works on what attention sees of its heads;
+    4. activation checkpointing, around layers that are already split;
+    5. FSDP last, so that it shards what the others left and gathers it layer by layer.
     Weights are loaded afterwards, each rank reading only its own slices.
     """
     serving, layout = plan.task == "serve", plan.layout
     root, partial = model, {}
     if layout.pp > 1:
-        root = Stage(model, spec, sequence_parts=layout.sequence_multiple)
+        root = Stage(model, spec, sequence_parts=layout.sequence_parts)
     if layout.tp > 1:
         partial = apply_tensor_parallel(
             model, mesh, num_kv_heads=facts.num_kv_heads, gather_logits=serving
         )
+    if layout.cp > 1:
+        apply_context_parallel(model, mesh)
     if not serving:
         if plan.train.checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})

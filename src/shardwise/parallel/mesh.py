@@ -1,7 +1,8 @@
 """Layout -> mesh of ranks. The only place that makes process groups.
 
 Axis order, outermost first: pp, dp, fsdp, cp, tp, so that the axes that talk most sit on
-neighbouring ranks.
+neighbouring ranks. The mesh's `fsdp` axis is fsdp x cp of the layout: the ranks that split a
+sequence share the states between them, as those do that read different rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.config import Layout
 from shardwise.parallel._torch import unflatten
 
-AXES = ("pp", "dp", "fsdp", "tp")  # those that are built; the order is the one written above
+AXES = ("pp", "dp", "fsdp", "tp")
 KV_HEADS, KV_REPLICAS = "tp_kv", "tp_kv_replicas"
 """the two axes that `tp` becomes where a KV head is held by several ranks"""
 
@@ -27,7 +28,7 @@ class Mesh:
 
     layout: Layout
     device_mesh: DeviceMesh
-    _kv_views: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+    _views: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
     _groups: dict[str, dist.ProcessGroup | None] = field(default_factory=dict, repr=False)
 
     @property
@@ -43,7 +44,7 @@ class Mesh:
 
     def rank(self, axis: str) -> int:
         """This rank's position along an axis."""
-        return self.device_mesh.get_local_rank(axis)
+        return self._view(axis).get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along an axis."""
@@ -54,15 +55,15 @@ class Mesh:
 
         Makes process groups at its first call, so every rank must call it.
         """
-        view = self._kv_views.get(KV_HEADS)
+        view = self._views.get(KV_HEADS)
         if view is None or view.shape[0] != num_kv_heads:
             sizes = (num_kv_heads, self.size("tp") // num_kv_heads)
             view = unflatten(self.device_mesh["tp"], sizes, (KV_HEADS, KV_REPLICAS))
-            self._kv_views.update({KV_HEADS: view, KV_REPLICAS: view})
+            self._views.update({KV_HEADS: view, KV_REPLICAS: view})
         return view
 
     def _view(self, axis: str) -> DeviceMesh:
-        return self._kv_views.get(axis, self.device_mesh)
+        return self._views.get(axis, self.device_mesh)
 
     def sum_over(self, value: torch.Tensor, axes: Iterable[str]) -> torch.Tensor:
         """Sum a tensor over the given axes, in place; every rank of them gets the sum."""
@@ -85,17 +86,21 @@ class Mesh:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks read different rows."""
+        """Axes whose ranks read different rows, or different parts of them."""
         return ("dp", "fsdp")
 
     @property
     def data_rank(self) -> int:
         """This rank's number among those that read different rows."""
-        return self.rank("dp") * self.size("fsdp") + self.rank("fsdp")
+        return self.rank("dp") * self.layout.fsdp + self.rank("fsdp") // self.layout.cp
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Build the mesh of an initialised process group of `layout.world_size` ranks."""
-    sizes = tuple(getattr(layout, axis) for axis in AXES)
+    sizes = (layout.pp, layout.dp, layout.fsdp * layout.cp, layout.tp)
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-    return Mesh(layout=layout, device_mesh=device_mesh)
+    mesh = Mesh(layout=layout, device_mesh=device_mesh)
+    if layout.cp > 1:
+        view = unflatten(device_mesh["fsdp"], (layout.fsdp, layout.cp), ("rows", "cp"))
+        mesh._views["cp"] = view
+    return mesh

@@ -9,13 +9,13 @@ from typing import Literal
 from shardwise.config import Layout, Plan
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
+from shardwise.models.families import AXES
 from shardwise.planner.stages import why_not_scheduled
 
 KV = "KV heads"
 _STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 _NO_STAGE: tuple[Literal[3], ...] = (3,)
 _NOT_BUILT = {
-    "cp": "context parallelism is not built yet; use a shorter seq_len",
     "ep": "expert parallelism is not built yet",
 }
 
@@ -31,10 +31,10 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
             f"with task={task} and tp={layout.tp} set it to false"
         )
     if task == "serve":
-        for axis in ("dp", "fsdp", "pp"):
+        for axis in ("dp", "fsdp", "cp", "pp"):
             if getattr(layout, axis) > 1:
                 return f"{axis}={getattr(layout, axis)}: serving shards with tp only; set {axis}=1"
-    if layout.pp > 1 and layout.fsdp > 1 and layout.zero != 1:
+    if layout.pp > 1 and layout.num_shards > 1 and layout.zero != 1:
         return (
             f"zero={layout.zero} with pp={layout.pp}: a pipeline keeps parameters gathered and "
             "reduces gradients once a step, which is ZeRO-1; set zero=1"
@@ -150,11 +150,11 @@ def _kinds(layout: Layout, task: str) -> set[str]:
     """The kinds of parallelism (rows of the capability table) that a layout uses."""
     if task == "serve":
         return {"serve tp"} if layout.tp > 1 else set()
-    axes = [axis for axis in ("pp", "dp", "fsdp", "tp") if getattr(layout, axis) > 1]
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     kinds = {*axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
     if layout.sequence_parallel:
         kinds.add("sequence parallel")
-    if layout.fsdp > 1 and layout.zero < 3:
+    if layout.num_shards > 1 and layout.zero < 3:
         kinds.add(f"ZeRO-{layout.zero}")
     return kinds
 

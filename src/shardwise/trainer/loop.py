@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwise import console
 from shardwise.config import Plan
+from shardwise.parallel.context import own_columns
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.probe.process import peak_bytes
@@ -179,6 +180,8 @@ def _batches(run: Run, rows: Rows, numbers: Sequence[int]) -> list[Batch]:
         data_rank=run.mesh.data_rank,
         num_data_ranks=run.plan.layout.num_data_ranks,
         multiple=run.plan.layout.sequence_multiple,
+        same_shape=run.plan.layout.pp > 1,
+        columns=own_columns(run.mesh),
         device=run.mesh.device,
     )
 

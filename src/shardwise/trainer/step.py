@@ -21,8 +21,8 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
-from shardwise.trainer.data.batches import Batch, num_targets, same_shape
-from shardwise.trainer.loss import head_loss_sum, shift_labels
+from shardwise.trainer.data.batches import Batch, num_targets
+from shardwise.trainer.loss import head_loss_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,33 +112,33 @@ def _run_pipeline(
 ) -> torch.Tensor:
     """All micro-batches through all stages; the loss of this rank's rows, on every stage."""
     mesh, last = sharded.mesh, sharded.parts[-1]  # if this rank has the last stage, it is here
-    ids, labels = (torch.cat(tensors) for tensors in zip(*same_shape(batches), strict=True))
+    ids, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
 
-    def loss_function(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss_function(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         head = last.model.get_output_embeddings()
-        return head_loss(hidden, head, labels, mesh, twice=pipeline.splits_backward) / total
+        return head_loss(hidden, head, targets, mesh, twice=pipeline.splits_backward) / total
 
     loss = pipeline.run(
-        ids, labels, loss_function, num_micro_batches=len(batches), backward=backward
+        ids, targets, loss_function, num_micro_batches=len(batches), backward=backward
     )
     return mesh.sum_over(loss, ["pp"])
 
 
 def _batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's trained tokens (fp32 scalar)."""
-    ids, labels = batch
+    ids, targets = batch
     head = model.get_output_embeddings()
-    return head_loss(_head_input(model, head, ids), head, labels, mesh)
+    return head_loss(_head_input(model, head, ids), head, targets, mesh)
 
 
 def head_loss(
-    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, mesh: Mesh, *, twice: bool = False
+    hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, mesh: Mesh, *, twice: bool = False
 ) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of some rows (fp32 scalar).
 
     Args:
         hidden: [rows, tokens, hidden], what the model gives to its head.
-        labels: [rows, tokens], not shifted.
+        targets: [rows, tokens], for each position the token that should come next.
         twice: whether the backward pass is run once for inputs and once more for weights.
     """
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
@@ -147,7 +147,7 @@ def head_loss(
     return head_loss_sum(
         hidden,
         local_part(head.weight),
-        shift_labels(labels),
+        targets,
         vocab=vocab_range(head.weight.shape[0], mesh.group("tp")),
         group=group,
         twice=twice,
