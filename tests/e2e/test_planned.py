@@ -64,6 +64,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"pp": 2}, ["train.global_batch=8", "train.pipeline_schedule=gpipe"]),
         ({"pp": 2}, ["train.global_batch=8", "train.pipeline_schedule=zbv"]),
         ({"pp": 2, "fsdp": 2, "zero": 1}, ["train.global_batch=16"]),
+        ({"cp": 2}, []),
     ],
     ids=[
         "one",
@@ -80,6 +81,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pp2 gpipe",
         "pp2 zbv",
         "pp2 x fsdp2",
+        "cp2",
     ],
 )
 def test_peak_memory_is_as_planned(

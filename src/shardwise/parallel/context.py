@@ -9,13 +9,12 @@ for its part: causal, and within the sliding window of the layers that have one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -23,6 +22,8 @@ from shardwise.parallel.mesh import Mesh
 
 ATTENTION = "shardwise_context"
 """name of this attention among transformers' own"""
+_NUM_MASKS = 4
+"""of two chunks, in layers with and without a window"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Context:
     group: dist.ProcessGroup
     rank: int
     num_ranks: int
+    _masks: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False)
 
     def starts(self, chunk: int) -> tuple[int, int]:
         """First position of each of this rank's two chunks of so many tokens."""
@@ -42,6 +44,29 @@ class Context:
         chunk = num_tokens // 2
         steps = torch.arange(chunk, device=device)
         return torch.cat([steps + start for start in self.starts(chunk)])
+
+    def mask(
+        self, before: int, chunk: int, window: int | None, query: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What a chunk of queries may see of `before` earlier keys and of its own: 0, else -inf.
+
+        Returns:
+            [1, 1, chunk, before + chunk] in the dtype of the queries, one tensor for all layers
+            (from a boolean one, attention would make and keep its own in each); None where plain
+            causal attention says the same.
+        """
+        if before == 0 and (window is None or window >= chunk):
+            return None
+        key = (before, chunk, window, query.dtype)
+        if key not in self._masks:
+            if len(self._masks) >= _NUM_MASKS:  # of rows of another length
+                self._masks.clear()
+            steps = torch.arange(before + chunk, device=query.device) - before
+            ahead = steps[None] - torch.arange(chunk, device=query.device)[:, None]  # of a query
+            hidden = (ahead > 0) if window is None else (ahead > 0) | (ahead <= -window)
+            mask = torch.zeros(ahead.shape, dtype=query.dtype, device=query.device)
+            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[None, None]
+        return self._masks[key]
 
 
 def own_columns(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -99,26 +124,11 @@ def _context_attention(
             queries,
             keys[:, :, begin:end],
             values[:, :, begin:end],
-            _mask(start - begin, chunk, sliding_window, query.device),
+            context.mask(start - begin, chunk, sliding_window, query),
             **options,
         )
         outputs.append(output)
     return torch.cat(outputs, dim=1), None
-
-
-def _mask(before: int, chunk: int, window: int | None, device: torch.device) -> Any:
-    """What a chunk of queries may see of `before` earlier keys and of its own; None: all of them
-    up to itself, of which there are only its own."""
-    if before == 0 and (window is None or window >= chunk):
-        return None
-    if window is None and chunk > 1:
-        return causal_lower_right(chunk, before + chunk)
-    ahead = torch.arange(before + chunk, device=device)[None] - before
-    ahead = ahead - torch.arange(chunk, device=device)[:, None]  # of each query
-    seen = ahead <= 0
-    if window is not None:
-        seen &= ahead > -window
-    return seen[None, None]
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -88,17 +88,17 @@ def _splits(number: int, tp: int, *, repeat: bool) -> bool:
 
 def legal_layouts(facts: ModelFacts, num_devices: int, *, task: str) -> Iterator[Layout]:
     """Every legal layout that uses exactly `num_devices` devices."""
-    for pp in _divisors(num_devices) if task != "serve" else [1]:
-        for tp in _divisors(num_devices // pp):
-            for fsdp in _divisors(num_devices // pp // tp):
-                dp = num_devices // pp // tp // fsdp
-                # a stage of an axis of one is none
-                for zero, split in product(_STAGES if fsdp > 1 else _NO_STAGE, (False, True)):
-                    layout = Layout(
-                        dp=dp, fsdp=fsdp, tp=tp, pp=pp, zero=zero, sequence_parallel=split
-                    )
-                    if why_illegal(layout, facts, task=task) is None:
-                        yield layout
+    for pp, tp, fsdp, cp in product(_divisors(num_devices), repeat=4):
+        dp, left = divmod(num_devices, pp * tp * fsdp * cp)
+        if left or (task == "serve" and pp * fsdp * cp > 1):
+            continue
+        # a stage of an axis of one is none
+        for zero, split in product(_STAGES if fsdp * cp > 1 else _NO_STAGE, (False, True)):
+            layout = Layout(
+                dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, zero=zero, sequence_parallel=split
+            )
+            if why_illegal(layout, facts, task=task) is None:
+                yield layout
 
 
 def check_plan(plan: Plan, facts: ModelFacts) -> Plan:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config import GIB, Memory, Plan
+from shardwise.config import GIB, Layout, Memory, Plan
 from shardwise.models.facts import ModelFacts
 from shardwise.planner.stages import StageSpec, passes_under_way, stages_of
 
@@ -133,6 +133,33 @@ def masked_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int, se
     return (seq_len + facts.q_size // tp) * compute_bytes
 
 
+def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int:
+    """What a layer keeps on top of that, per token of a rank, where others have the rest of the
+    sequence: the keys and values of all of it (repeated for each query head, as transformers does
+    where there is a mask), and the output's chunks."""
+    if layout.cp == 1:
+        return 0
+    q, kv = facts.q_size // layout.tp, facts.kv_size // min(layout.tp, facts.num_kv_heads)
+    return (2 * (q * layout.cp - kv) + q) * c
+
+
+def _context_masks(plan: Plan, facts: ModelFacts) -> int:
+    """Masks of a rank's two chunks, for all layers alike; again for those with a window."""
+    layout = plan.layout
+    if layout.cp == 1:
+        return 0
+    chunk = plan.train.seq_len / (2 * layout.cp)
+    one = chunk * chunk * (2 * layout.cp + 1) * plan.precision.compute_bytes
+    return int(one * (2 if 0 < facts.num_sliding_layers < facts.num_layers else 1))
+
+
+def local_tokens(plan: Plan) -> int:
+    """Tokens of a micro-batch of full rows on one rank, with the padding that its axes need."""
+    layout, train = plan.layout, plan.train
+    padded = -(-train.seq_len // layout.sequence_multiple) * layout.sequence_multiple
+    return train.micro_batch * padded // layout.cp
+
+
 def predict_memory(plan: Plan, facts: ModelFacts) -> Memory:
     """The memory of a plan's worst rank at its peak."""
     if plan.task == "serve":
@@ -163,8 +190,8 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
     stages = stages_of_rank(plan, facts, rank)
     sizes = RankSizes.of(facts, layout.tp, stages)
     c = plan.precision.compute_bytes
-    own = -(-sizes.total // layout.fsdp)
-    tokens = train.micro_batch * train.seq_len
+    own = -(-sizes.total // layout.num_shards)
+    tokens = local_tokens(plan)
     received = _received_bytes(plan, facts, stages)
     gathered = (sizes.total if layout.keeps_gathered else sizes.outer) * c
     one_pass = train.num_micro_batches(layout) == 1
@@ -173,7 +200,7 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
         "gradients": 0 if one_pass else summed * FP32,
         "activations": _activations(plan, facts, rank, stages),
         "logits": _logits(plan, facts, tokens) if sizes.head else 0,
-        "buffers": gathered + 2 * sizes.layer * c + received,
+        "buffers": gathered + 2 * sizes.layer * c + received + _context_masks(plan, facts),
     }
     at_end = {
         "gradients": own * FP32,
@@ -193,25 +220,26 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
 
 def _kept(plan: Plan, facts: ModelFacts) -> int:
     """Bytes that one layer keeps of one micro-batch."""
-    layout, train = plan.layout, plan.train
+    layout = plan.layout
     per_token = activation_bytes_per_token(
         facts,
         tp=layout.tp,
         compute_bytes=plan.precision.compute_bytes,
         sequence_parallel=layout.sequence_parallel,
     )
-    return per_token * train.micro_batch * train.seq_len
+    per_token += context_bytes_per_token(facts, layout, plan.precision.compute_bytes)
+    return per_token * local_tokens(plan)
 
 
 def _activations(plan: Plan, facts: ModelFacts, rank: int, stages: Sequence[StageSpec]) -> int:
     """What the forward passes under way have kept."""
     layout, train, c = plan.layout, plan.train, plan.precision.compute_bytes
-    tokens = train.micro_batch * train.seq_len
+    tokens = local_tokens(plan)
     kept = _kept(plan, facts)
     masked = tokens * masked_bytes_per_token(
         facts, tp=layout.tp, compute_bytes=c, seq_len=train.seq_len
     )
-    outside = tokens // layout.sequence_multiple  # of the sequence, between the split regions
+    outside = tokens // layout.sequence_parts  # of the sequence, between the split regions
     inputs = facts.hidden_size * c * outside
     # the last norm's input and output; the head's input, its trained part and their gradient
     last = facts.hidden_size * ((FP32 + c) * outside + 3 * c * tokens)
@@ -228,7 +256,7 @@ def _activations(plan: Plan, facts: ModelFacts, rank: int, stages: Sequence[Stag
 def _received_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> int:
     """Buffers for what neighbours send: of every micro-batch, for the whole step."""
     layout, train = plan.layout, plan.train
-    tokens = train.micro_batch * train.seq_len // layout.sequence_multiple
+    tokens = local_tokens(plan) // layout.sequence_parts
     ways = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
     one = tokens * facts.hidden_size * plan.precision.compute_bytes
     return ways * train.num_micro_batches(layout) * one if layout.pp > 1 else 0

@@ -16,6 +16,7 @@ from shardwise.planner.memory import (
     activation_bytes_per_token,
     is_kv,
     local_shapes,
+    local_tokens,
     stages_of_rank,
 )
 from shardwise.planner.stages import StageSpec, bubble, head_cost, layer_costs, stages_of
@@ -88,13 +89,15 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
         moved: list[tuple[str, Op, int, int]] = [
             ("fsdp", "all_gather", count * gathers, group * c),
             ("fsdp", "reduce_scatter", count * reductions, group * FP32),
-            ("dp", "all_reduce", count * reductions, -(-group // layout.fsdp) * FP32),
+            ("dp", "all_reduce", count * reductions, -(-group // layout.num_shards) * FP32),
         ]
         lines += [
             Collective(axis=axis, op=op, count=times, num_bytes=num_bytes)
             for axis, op, times, num_bytes in moved
-            if getattr(layout, axis) > 1
+            if (layout.num_shards if axis == "fsdp" else layout.dp) > 1
         ]
+    if layout.cp > 1:
+        lines += _context_traffic(plan, facts, stages)
     if layout.tp > 1:
         lines += _tensor_traffic(plan, facts, stages)
     if layout.pp > 1:
@@ -110,12 +113,28 @@ def _fsdp_groups(
     return [(sizes.layer, sizes.num_layers), *((values, 1) for values in outer if values)]
 
 
+def _context_traffic(
+    plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]
+) -> list[Collective]:
+    """Keys and values of the whole sequence, to each rank; their gradients back."""
+    layout, c = plan.layout, plan.precision.compute_bytes
+    layers = sum(len(stage.layers) for stage in stages)
+    count = layers * plan.train.num_micro_batches(layout)
+    kv = facts.kv_size // min(layout.tp, facts.num_kv_heads)
+    whole = 2 * kv * c * local_tokens(plan) * layout.cp
+    gathers = count * (2 if plan.train.checkpointing == "full" else 1)
+    return [
+        Collective(axis="cp", op="all_gather", count=gathers, num_bytes=whole),
+        Collective(axis="cp", op="reduce_scatter", count=count, num_bytes=whole),
+    ]
+
+
 def _pipeline_traffic(
     plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]
 ) -> list[Collective]:
     """What a rank sends to the ranks of the stages before and after its own."""
     layout, train = plan.layout, plan.train
-    tokens = _padded_tokens(plan) // layout.sequence_multiple
+    tokens = local_tokens(plan) // layout.sequence_parts
     hidden = tokens * facts.hidden_size * plan.precision.compute_bytes
     ranks = [stage.rank for stage in stages_of(plan, facts)]
     others = [
@@ -130,15 +149,11 @@ def _pipeline_traffic(
         lines.append(Collective(axis="pp", op="send", count=count, num_bytes=hidden))
     at_one_end = sum(stage.is_first or stage.is_last for stage in stages) == 1
     if facts.tied and at_one_end:
-        table = _fsdp_share((-(-facts.vocab_size // layout.tp), facts.hidden_size), layout.fsdp)
+        table = _fsdp_share(
+            (-(-facts.vocab_size // layout.tp), facts.hidden_size), layout.num_shards
+        )
         lines.append(Collective(axis="pp", op="all_reduce", count=1, num_bytes=table * FP32))
     return lines
-
-
-def _padded_tokens(plan: Plan) -> int:
-    """Tokens of a micro-batch of full rows."""
-    multiple = plan.layout.sequence_multiple
-    return plan.train.micro_batch * (-(-plan.train.seq_len // multiple) * multiple)
 
 
 def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[Collective]:
@@ -149,8 +164,8 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
     first = num_micro if any(stage.is_first for stage in stages) else 0
     last = num_micro if any(stage.is_last for stage in stages) else 0
     recompute = layers if train.checkpointing == "full" else 0
-    whole = _padded_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
-    targets = train.micro_batch * (train.seq_len - 1)
+    whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
+    targets = local_tokens(plan) - (train.micro_batch if layout.cp == 1 else 0)
     lines: list[tuple[Op, int, int]] = []
     for begin in range(0, targets, LOSS_CHUNK_TOKENS):
         chunk = min(LOSS_CHUNK_TOKENS, targets - begin)
@@ -185,9 +200,9 @@ def _partial_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -
     num_layers = sum(len(stage.layers) for stage in stages)
     sums = []
     for names in (set(whole) - set(repeated), repeated):
-        values = sum(_fsdp_share(held[name], layout.fsdp) for name in names) * num_layers
+        values = sum(_fsdp_share(held[name], layout.num_shards) for name in names) * num_layers
         if names is not repeated and split and any(stage.is_last for stage in stages):
-            values += _fsdp_share((facts.hidden_size,), layout.fsdp)  # the last norm
+            values += _fsdp_share((facts.hidden_size,), layout.num_shards)  # the last norm
         sums.append(values * FP32)
     return [num_bytes for num_bytes in sums if num_bytes]
 
@@ -213,7 +228,7 @@ def step_flops(plan: Plan, facts: ModelFacts, rank: int = 0) -> float:
     if any(stage.is_last for stage in stages):
         work += head_cost(facts)
     factor = 8 if train.checkpointing == "full" else 6
-    return factor * tokens * work / layout.tp
+    return factor * tokens * work / layout.tp / layout.cp
 
 
 def step_time(plan: Plan, facts: ModelFacts, machine: Machine) -> StepTime:
@@ -225,7 +240,7 @@ def step_time(plan: Plan, facts: ModelFacts, machine: Machine) -> StepTime:
 
 def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> StepTime:
     layout, train = plan.layout, plan.train
-    tokens = train.num_micro_batches(layout) * train.micro_batch * train.seq_len
+    tokens = train.num_micro_batches(layout) * local_tokens(plan)
     c = plan.precision.compute_bytes
     stages = stages_of_rank(plan, facts, rank)
     sizes = RankSizes.of(facts, layout.tp, stages)
@@ -235,7 +250,9 @@ def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> St
     logits = 0  # maximum, power, sum and softmax are made in place
     if sizes.head:
         logits = 6 * facts.vocab_size // layout.tp * FP32
-    updates = sizes.total / layout.fsdp * FP32 * 7  # AdamW reads four tensors and writes three
+    updates = (
+        sizes.total / layout.num_shards * FP32 * 7
+    )  # AdamW reads four tensors and writes three
     ledger = traffic(plan, facts, rank)
     sharded = sum(x.bytes_per_step for x in ledger if x.axis in ("dp", "fsdp"))
     passes = (_TRAFFIC_PER_KEPT_BYTE * kept + logits) * tokens
