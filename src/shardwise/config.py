@@ -114,16 +114,27 @@ class Devices(Config):
 
 
 class Precision(Config):
-    """Number formats. Master weights, moments and gradient reduction are always fp32."""
+    """Number formats. Master weights and moments are always fp32."""
 
     compute: Literal["fp32", "bf16"] = Field(
         default="fp32", description="dtype of the forward and backward pass"
+    )
+
+    reduce: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="dtype in which gradients are added up over micro-batches and ranks; bf16 "
+        "halves their traffic and loses digits",
     )
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of one value in the compute dtype."""
         return {"fp32": 4, "bf16": 2}[self.compute]
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of one value of a gradient on its way between ranks."""
+        return {"fp32": 4, "bf16": 2}[self.reduce]
 
 
 class Train(Config):
@@ -147,12 +158,22 @@ class Train(Config):
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"] = Field(
         default="1f1b", description="order of the micro-batches in a pipeline (pp > 1)"
     )
-    checkpointing: Literal["none", "full"] = Field(
-        default="none", description="recompute each layer's activations in the backward pass"
+    checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="what a layer computes again in the backward pass: nothing; all but matrix "
+        "products and attention; everything",
     )
+    checkpoint_every: int = Field(
+        default=1, ge=1, description="of so many layers, one recomputes and the others keep"
+    )
+    compile: bool = Field(default=False, description="torch.compile each layer")
     seed: int = Field(default=0, ge=0, description="order of the rows")
     save_every: int | None = Field(
         default=None, ge=1, description="steps between checkpoints; None: only at the end"
+    )
+    check_replicas: bool = Field(
+        default=False,
+        description="stop if replicas or tied copies are not bitwise equal after a step",
     )
     timeout_s: float = Field(
         default=600.0, gt=0, description="a collective that waits longer fails"

@@ -100,6 +100,7 @@ def test_peak_memory_is_as_planned(
             "train.micro_batch=2",
             "train.global_batch=4",
             "train.max_steps=3",
+            "train.epochs=3",
             *settings,
         ],
     )

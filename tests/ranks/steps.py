@@ -70,7 +70,8 @@ def _train_on_rank(
     from shardwise.trainer.step import train_step
     from shardwise.weights.load import load_model
 
-    precision = Precision(compute=train.pop("compute", "fp32"))
+    formats = {name: train.pop(name) for name in ("compute", "reduce") if name in train}
+    precision = Precision(**formats)
     settings = Train(**{"clip_norm": None, "global_batch": 8, "learning_rate": 1e-3, **train})
     plan = Plan(
         model=model_dir, task="full", layout=Layout(**layout), precision=precision, train=settings

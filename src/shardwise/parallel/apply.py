@@ -10,9 +10,10 @@ from shardwise.config import Plan
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
 from shardwise.parallel.context import apply_context_parallel
-from shardwise.parallel.data import COMPUTE_DTYPES, apply_fsdp
+from shardwise.parallel.data import DTYPES, apply_fsdp
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
+from shardwise.parallel.recompute import apply_checkpointing
 from shardwise.parallel.sharded import Part, ShardedModel
 from shardwise.parallel.tensor import apply_tensor_parallel
 from shardwise.planner.stages import StageSpec, stages_of
@@ -42,7 +43,7 @@ def parallelize(
             stages=[(part.spec, part.root) for part in parts],
             hidden_size=facts.hidden_size,
             sequence_parts=plan.layout.sequence_parts,
-            dtype=COMPUTE_DTYPES[plan.precision.compute],
+            dtype=DTYPES[plan.precision.compute],
         )
     return ShardedModel(parts=parts, mesh=mesh, tied=facts.tied, pipeline=pipeline)
 
@@ -55,7 +56,8 @@ def _part(
     2. tensor parallel, while the modules are still plain and their rules can be read;
     3. context parallel, which works on what attention sees of its heads;
     4. activation checkpointing, around layers that are already split;
-    5. FSDP last, so that it shards what the others left and gathers it layer by layer.
+    5. compilation, of what a layer has become;
+    6. FSDP last, so that it shards what the others left and gathers it layer by layer.
     Weights are loaded afterwards, each rank reading only its own slices.
     """
     serving, layout = plan.task == "serve", plan.layout
@@ -69,8 +71,10 @@ def _part(
     if layout.cp > 1:
         apply_context_parallel(model, mesh)
     if not serving:
-        if plan.train.checkpointing == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         layers = [layer for layer in decoder_layers(model) if not isinstance(layer, Absent)]
+        apply_checkpointing(model, layers, plan.train)
+        if plan.train.compile:
+            for layer in layers:
+                layer.compile()
         apply_fsdp(root, layers, mesh, plan)
     return Part(model=model, root=root, spec=spec, partial=partial)

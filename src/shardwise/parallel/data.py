@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.config import Layout, Plan
 from shardwise.parallel.mesh import Mesh
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def apply_fsdp(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, plan: Plan) -> None:
@@ -19,11 +19,12 @@ def apply_fsdp(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, plan: P
 
     With `dp` above 1 every shard has replicas. Gradients are summed, never averaged: the loss is
     already divided by the number of trained tokens of the whole step. They are reduced in fp32
-    whatever the compute dtype is. A mesh of one rank takes the same path, which gives bf16 compute
-    its fp32 master weights.
+    whatever the compute dtype is, unless the plan says otherwise. A mesh of one rank takes the
+    same path, which gives bf16 compute its fp32 master weights.
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=COMPUTE_DTYPES[plan.precision.compute], reduce_dtype=torch.float32
+        param_dtype=DTYPES[plan.precision.compute],
+        reduce_dtype=DTYPES[plan.precision.reduce],
     )
     layout = mesh.layout
     axes = mesh.device_mesh["dp", "fsdp"] if layout.dp > 1 else mesh.device_mesh["fsdp"]

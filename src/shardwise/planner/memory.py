@@ -194,26 +194,36 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
     tokens = local_tokens(plan)
     received = _received_bytes(plan, facts, stages)
     gathered = (sizes.total if layout.keeps_gathered else sizes.outer) * c
-    one_pass = train.num_micro_batches(layout) == 1
-    summed = sizes.total if layout.reduces_once else own  # of the micro-batches before this one
-    at_loss = {
-        "gradients": 0 if one_pass else summed * FP32,
-        "activations": _activations(plan, facts, rank, stages),
-        "logits": _logits(plan, facts, tokens) if sizes.head else 0,
-        "buffers": gathered + 2 * sizes.layer * c + received + _context_masks(plan, facts),
-    }
+    r = plan.precision.reduce_bytes
+    # of the micro-batches before this one
+    summed = sizes.total * r if layout.reduces_once else own * FP32
+    passes = passes_under_way(plan, rank)
+    moments = [(passes, summed)]
+    if passes == train.num_micro_batches(layout) * len(stages):
+        # all at once: gradients begin when the first pass has let go of its activations
+        moments = [(passes, 0), (passes - 1, summed)]
+    at_loss = [
+        {
+            "gradients": gradients,
+            "activations": _activations(plan, facts, passes, stages),
+            "logits": _logits(plan, facts, tokens) if sizes.head else 0,
+            "buffers": gathered + 2 * sizes.layer * c + received + _context_masks(plan, facts),
+        }
+        for passes, gradients in moments
+        if passes
+    ]
     at_end = {
         "gradients": own * FP32,
         "activations": _kept(plan, facts),
         "logits": 0,
-        "buffers": sizes.outer * (2 * c + FP32) + 2 * sizes.layer * (c + FP32),
+        "buffers": sizes.outer * (2 * c + r) + 2 * sizes.layer * (c + r),
     }
     if layout.pp > 1:
         at_end["activations"] = 0
-        at_end["gradients"] += sizes.total * FP32
+        at_end["gradients"] += sizes.total * r
         largest = max(sizes.layer, sizes.outer)
-        at_end["buffers"] = sizes.total * c + largest * FP32 + received
-    peak = max(at_loss, at_end, key=lambda parts: sum(parts.values()))
+        at_end["buffers"] = sizes.total * c + largest * r + received
+    peak = max(*at_loss, at_end, key=lambda parts: sum(parts.values()))
     states = {"weights": own * FP32, "optimizer": 2 * own * FP32}
     return {**states, **peak, "kv_cache": 0}
 
@@ -231,8 +241,8 @@ def _kept(plan: Plan, facts: ModelFacts) -> int:
     return per_token * local_tokens(plan)
 
 
-def _activations(plan: Plan, facts: ModelFacts, rank: int, stages: Sequence[StageSpec]) -> int:
-    """What the forward passes under way have kept."""
+def _activations(plan: Plan, facts: ModelFacts, passes: int, stages: Sequence[StageSpec]) -> int:
+    """What so many forward passes of a stage have kept."""
     layout, train, c = plan.layout, plan.train, plan.precision.compute_bytes
     tokens = local_tokens(plan)
     kept = _kept(plan, facts)
@@ -243,14 +253,25 @@ def _activations(plan: Plan, facts: ModelFacts, rank: int, stages: Sequence[Stag
     inputs = facts.hidden_size * c * outside
     # the last norm's input and output; the head's input, its trained part and their gradient
     last = facts.hidden_size * ((FP32 + c) * outside + 3 * c * tokens)
-    share = facts.num_sliding_layers / facts.num_layers
-    passes = passes_under_way(plan, rank)
+    whole = kept + masked * facts.num_sliding_layers / facts.num_layers
     layers = sum(len(stage.layers) for stage in stages) / len(stages)
-    if train.checkpointing == "full":
-        activations = passes * layers * inputs + kept + masked
-    else:
-        activations = passes * layers * (kept + share * masked)
+    again = 0.0  # layers that are computed again, of which one is at a time
+    little, one = 0, 0
+    if train.checkpointing != "none":
+        again, one = math.ceil(layers / train.checkpoint_every), kept + masked
+        little = inputs
+    if train.checkpointing == "selective":
+        little += tokens * _selective_bytes_per_token(facts, layout, c)
+    activations = passes * ((layers - again) * whole + again * little) + one
     return int(activations) + (last if any(stage.is_last for stage in stages) else 0)
+
+
+def _selective_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int:
+    """The results of a layer's matrix products and of its attention."""
+    tp = layout.tp
+    q, kv = facts.q_size // tp, facts.kv_size // min(tp, facts.num_kv_heads)
+    products = q + 2 * kv + 2 * facts.hidden_size + 2 * (facts.intermediate_size // tp)
+    return (products + q) * c + facts.num_heads // tp * FP32
 
 
 def _received_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> int:

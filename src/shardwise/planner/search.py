@@ -20,6 +20,8 @@ from shardwise.planner.stages import why_not_scheduled
 from shardwise.planner.timing import step_time, traffic
 
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
+_MODES = ["none", "selective", "full"]
+"""of recomputation, each cheaper in memory and dearer in time than the one before"""
 MEMORY_EVIDENCE = "analytic, within 5% of measured runs on CPU; not measured on accelerators"
 
 
@@ -145,7 +147,7 @@ def _shapes(plan: Plan, facts: ModelFacts, *, fixed: bool) -> list[Plan]:
     if fixed or plan.task == "serve":
         return [plan]
     sizes = [n for n in range(plan.train.micro_batch, 0, -1) if plan.train.micro_batch % n == 0]
-    modes = ["none", "full"] if plan.train.checkpointing == "none" else ["full"]
+    modes = _MODES[_MODES.index(plan.train.checkpointing) :]
     shapes = [_train(plan, micro_batch=n, checkpointing=mode) for mode in modes for n in sizes]
     # a larger micro-batch makes fewer of them, perhaps too few for the pipeline
     return [shape for shape in shapes if why_not_scheduled(shape, facts) is None]
@@ -205,7 +207,7 @@ def _option(name: str, plan: Plan, facts: ModelFacts, machine: Machine | None) -
 def _cost(option: Option) -> tuple[float, ...]:
     """Fastest first; unmeasured, recomputation costs most, then traffic, then small passes."""
     train, layout = option.plan.train, option.plan.layout
-    recompute = float(train.checkpointing == "full")
+    recompute = float(_MODES.index(train.checkpointing))
     # without a measurement, more devices are taken to be worth more than their traffic
     unmeasured = (
         recompute,
@@ -224,7 +226,7 @@ def _why_slower(option: Option, chosen: Option) -> str:
     if option.plan.layout.world_size < chosen.plan.layout.world_size:
         return f"leaves {_count(option.plan) - option.plan.layout.world_size} device(s) idle"
     if option.plan.train.checkpointing != chosen.plan.train.checkpointing:
-        return "fits only with its activations recomputed, a third more compute"
+        return f"fits only with train.checkpointing={option.plan.train.checkpointing}"
     return (
         f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
         f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"
@@ -235,7 +237,8 @@ def _name(plan: Plan) -> str:
     if plan.task == "serve":
         return str(plan.layout)
     train = plan.train
-    recompute = ", checkpointing=full" if train.checkpointing == "full" else ""
+    mode = train.checkpointing
+    recompute = "" if mode == "none" else f", checkpointing={mode}"
     return f"{plan.layout}, micro_batch={train.micro_batch}{recompute}"
 
 

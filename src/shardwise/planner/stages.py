@@ -170,6 +170,18 @@ def why_not_scheduled(plan: Plan, facts: ModelFacts) -> str | None:
     pp, name = plan.layout.pp, plan.train.pipeline_schedule
     if pp == 1:
         return None
+    if plan.train.compile and SCHEDULES[name].splits_backward:
+        return (
+            f"train.pipeline_schedule={name} makes the gradients of inputs and weights apart, "
+            "which torch cannot do in compiled layers; set train.compile=false, or "
+            "train.pipeline_schedule=1f1b"
+        )
+    if plan.train.checkpointing == "selective" and SCHEDULES[name].splits_backward:
+        return (
+            f"train.pipeline_schedule={name} makes the gradients of inputs and weights apart, "
+            "which torch cannot do with train.checkpointing=selective; use full or none, or "
+            "train.pipeline_schedule=1f1b"
+        )
     stages, num_micro = num_stages(plan), plan.train.num_micro_batches(plan.layout)
     if stages > facts.num_layers:
         return (

@@ -64,10 +64,11 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
 
     Parameters are gathered in the compute dtype: by ZeRO-3 each layer twice a micro-batch (forward
     and backward) and the outer group once, by ZeRO-2 everything once a micro-batch, by ZeRO-1 once
-    a step. Gradients are reduced in fp32, then summed over the replicas. Tensor parallelism sums
-    the outputs of attention and MLP forward (attention again when activations are recomputed,
-    which stops at the last thing that is needed) and the gradients of their inputs backward, or
-    gathers and scatters them under sequence parallelism; and two numbers a token for the loss.
+    a step. Gradients are reduced in the dtype that the plan says, then summed over the replicas.
+    Tensor parallelism sums the outputs of attention and MLP forward (attention again when
+    activations are recomputed, which stops at the last thing that is needed) and the gradients of
+    their inputs backward, or gathers and scatters them under sequence parallelism; and two numbers
+    a token for the loss.
     A pipeline sends each micro-batch's hidden states on and their gradients back, and sums the
     gradients of a tied embedding over its two ends. Scalars (loss, norm) are left out.
 
@@ -76,7 +77,7 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
     Args:
         rank: position on the `pp` axis.
     """
-    layout, c = plan.layout, plan.precision.compute_bytes
+    layout, c, r = plan.layout, plan.precision.compute_bytes, plan.precision.reduce_bytes
     stages = stages_of_rank(plan, facts, rank)
     sizes = RankSizes.of(facts, layout.tp, stages)
     num_micro = plan.train.num_micro_batches(layout)
@@ -88,8 +89,8 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
         reductions = 1 if layout.reduces_once else num_micro
         moved: list[tuple[str, Op, int, int]] = [
             ("fsdp", "all_gather", count * gathers, group * c),
-            ("fsdp", "reduce_scatter", count * reductions, group * FP32),
-            ("dp", "all_reduce", count * reductions, -(-group // layout.num_shards) * FP32),
+            ("fsdp", "reduce_scatter", count * reductions, group * r),
+            ("dp", "all_reduce", count * reductions, -(-group // layout.num_shards) * r),
         ]
         lines += [
             Collective(axis=axis, op=op, count=times, num_bytes=num_bytes)
@@ -122,11 +123,20 @@ def _context_traffic(
     count = layers * plan.train.num_micro_batches(layout)
     kv = facts.kv_size // min(layout.tp, facts.num_kv_heads)
     whole = 2 * kv * c * local_tokens(plan) * layout.cp
-    gathers = count * (2 if plan.train.checkpointing == "full" else 1)
+    gathers = count + _recomputed(plan, stages)
     return [
         Collective(axis="cp", op="all_gather", count=gathers, num_bytes=whole),
         Collective(axis="cp", op="reduce_scatter", count=count, num_bytes=whole),
     ]
+
+
+def _recomputed(plan: Plan, stages: Sequence[StageSpec]) -> int:
+    """Passes of one layer that a rank runs a second time in a step."""
+    train = plan.train
+    if train.checkpointing == "none":
+        return 0
+    layers = sum(-(-len(stage.layers) // train.checkpoint_every) for stage in stages)
+    return layers * train.num_micro_batches(plan.layout)
 
 
 def _pipeline_traffic(
@@ -163,7 +173,7 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
     layers = num_micro * sum(len(stage.layers) for stage in stages)
     first = num_micro if any(stage.is_first for stage in stages) else 0
     last = num_micro if any(stage.is_last for stage in stages) else 0
-    recompute = layers if train.checkpointing == "full" else 0
+    recompute = _recomputed(plan, stages)
     whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
     targets = local_tokens(plan) - (train.micro_batch if layout.cp == 1 else 0)
     lines: list[tuple[Op, int, int]] = []
@@ -227,8 +237,8 @@ def step_flops(plan: Plan, facts: ModelFacts, rank: int = 0) -> float:
     work = sum(costs[layer] for stage in stages for layer in stage.layers)
     if any(stage.is_last for stage in stages):
         work += head_cost(facts)
-    factor = 8 if train.checkpointing == "full" else 6
-    return factor * tokens * work / layout.tp / layout.cp
+    again = 2 / train.checkpoint_every if train.checkpointing == "full" else 0
+    return (6 + again) * tokens * work / layout.tp / layout.cp
 
 
 def step_time(plan: Plan, facts: ModelFacts, machine: Machine) -> StepTime:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.parallel.data import COMPUTE_DTYPES
+from shardwise.parallel.data import DTYPES
 from shardwise.parallel.mesh import Mesh
 from shardwise.planner.machine import Machine, Op, Timing
 
@@ -26,7 +26,7 @@ def run_probe(folder: Path, mesh: Mesh) -> None:
     """Measure on every rank at once; rank 0 writes the slowest rank's numbers."""
     device = mesh.device
     group = mesh.group("fsdp")
-    flops = {name: _matmul_flops(device, dtype) for name, dtype in COMPUTE_DTYPES.items()}
+    flops = {name: _matmul_flops(device, dtype) for name, dtype in DTYPES.items()}
     stream = _stream_bytes_per_s(device)
     timings = [
         Timing(

@@ -19,6 +19,7 @@ from shardwise.parallel.data import begin_micro_batch, let_go
 from shardwise.parallel.grads import clip, global_norm, local_part
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.replicas import check_no_gradients, check_replicas
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
 from shardwise.trainer.data.batches import Batch, num_targets
@@ -51,6 +52,8 @@ def train_step(
     """
     total_targets = _count(batches, mesh)
     optimizer.zero_grad()
+    if train.check_replicas:
+        check_no_gradients(sharded)
     loss = _accumulate(sharded, batches, max(1, total_targets))
     sharded.finish_gradients()
     params = [param for _, param in sharded.named_parameters()]
@@ -66,6 +69,8 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
+    if train.check_replicas:
+        check_replicas(sharded)
     return StepResult(loss=loss.item(), grad_norm=norm.item(), num_targets=total_targets)
 
 
