@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import statistics
 import threading
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ PARTS = ("forward", "backward", "communication", "optimizer")
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_to_all_single",
     "broadcast",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
 
@@ -38,6 +41,9 @@ class RankResult:
     """of every step, warm-up steps too: mean cross-entropy of this rank's tokens, in nats"""
     step_s: list[float]
     """seconds from a barrier to a barrier, without the warm-up steps"""
+    cpu_s: float
+    """Median processor seconds of a step of this rank, all threads, user and system. Other programs
+    on the machine disturb it less than they disturb the time of a step."""
     parts_s: dict[str, float | None]
     """median seconds of a step by part; None where a part cannot be told from another one"""
     peak_bytes: int
@@ -76,7 +82,7 @@ class Clock:
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, with its time charged to `part`."""
 
-        @functools.wraps(function)
+        @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.section(part):
                 return function(*args, **kwargs)
@@ -109,14 +115,15 @@ class Meter:
         self._communication = communication
         self._losses: list[float] = []
         self._step_s: list[float] = []
+        self._cpu_s: list[float] = []
         self._parts: list[dict[str, float]] = []
         self._load_peak: int | None = None
-        self._began = 0.0
+        self._began = self._cpu_began = 0.0
         self._barrier = dist.barrier
         if communication and device.type == "cpu":
-            for name in _COLLECTIVES:
+            for name in filter(partial(hasattr, dist), _COLLECTIVES):
                 setattr(dist, name, self.clock.timed("communication", getattr(dist, name)))
-            # what a collective started with async_op=True still costs when it is waited for
+            # how every other way to call one ends, those with async_op=True too
             dist.Work.wait = self.clock.timed("communication", dist.Work.wait)
 
     def begin(self) -> None:
@@ -126,6 +133,7 @@ class Meter:
             forget_peak(self._device)
         self._synchronise()
         self.clock.take()
+        self._cpu_began = time.process_time()
         self._began = time.perf_counter()
 
     def end(self, loss: torch.Tensor | float) -> None:
@@ -136,6 +144,7 @@ class Meter:
         """
         self._synchronise()
         self._step_s.append(time.perf_counter() - self._began)
+        self._cpu_s.append(time.process_time() - self._cpu_began)
         self._parts.append(self.clock.take())
         self._losses.append(float(loss))
 
@@ -152,6 +161,7 @@ class Meter:
         return RankResult(
             losses=self._losses,
             step_s=self._step_s[self._num_warmup :],
+            cpu_s=statistics.median(self._cpu_s[self._num_warmup :]),
             parts_s=medians,
             peak_bytes=peak_bytes(self._device),
             load_peak_bytes=self._load_peak or 0,

@@ -26,6 +26,8 @@ class Row:
     step_s: float
     rounds_step_s: list[float]
     """seconds of a step in each round: how far to trust the median"""
+    cpu_s: float
+    """processor seconds of a step, all ranks together"""
     parts_s: dict[str, float | None]
     peak_mib: float
     """of the rank that needs most, while steps run"""
@@ -64,6 +66,7 @@ def rows_of(case: Case, results: Mapping[str, Sequence[Round]]) -> list[Row]:
                 engine=engine,
                 step_s=statistics.median(steps),
                 rounds_step_s=steps,
+                cpu_s=statistics.median(sum(rank["cpu_s"] for rank in one) for one in rounds),
                 parts_s=_parts(rounds),
                 peak_mib=_worst_rank(rounds, "peak_bytes"),
                 load_peak_mib=_worst_rank(rounds, "load_peak_bytes"),
@@ -135,8 +138,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 _HEAD = (
-    f"  {'engine':<16}{'step s':>8}{'ratio':>7}{'forward':>9}{'backward':>9}{'waits':>8}"
-    f"{'update':>8}{'peak MiB':>10}{'ratio':>7}{'load MiB':>10}{'loss first':>12}{'last':>9}"
+    f"  {'engine':<16}{'step s':>8}{'ratio':>8}{'cpu s':>8}{'forward':>9}{'backward':>9}"
+    f"{'waits':>8}{'update':>8}{'peak MiB':>10}{'ratio':>8}{'load MiB':>10}{'loss first':>12}"
+    f"{'last':>9}"
 )
 
 
@@ -144,9 +148,10 @@ def _line(row: Row) -> str:
     parts = [row.parts_s[part] for part in ("forward", "backward", "communication", "optimizer")]
     forward, backward, waits, update = ("-" if s is None else f"{s:.3f}" for s in parts)
     return (
-        f"  {row.engine:<16}{row.step_s:>8.3f}{_ratio(row, row.step_ratio):>7}{forward:>9}"
-        f"{backward:>9}{waits:>8}{update:>8}{row.peak_mib:>10.0f}{_ratio(row, row.peak_ratio):>7}"
-        f"{row.load_peak_mib:>10.0f}{row.first_loss:>12.4f}{row.last_loss:>9.4f}"
+        f"  {row.engine:<16}{row.step_s:>8.3f}{_ratio(row, row.step_ratio):>8}{row.cpu_s:>8.3f}"
+        f"{forward:>9}{backward:>9}{waits:>8}{update:>8}{row.peak_mib:>10.0f}"
+        f"{_ratio(row, row.peak_ratio):>8}{row.load_peak_mib:>10.0f}{row.first_loss:>12.4f}"
+        f"{row.last_loss:>9.4f}"
     )
 
 

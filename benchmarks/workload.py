@@ -27,7 +27,7 @@ SIZES = {
         "intermediate_size": 1024,
     },
 }
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 WEIGHT_DECAY = 0.1

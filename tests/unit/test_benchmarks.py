@@ -28,6 +28,7 @@ def rank_result(
     return {
         "losses": list(losses),
         "step_s": [step_s, step_s + 10.0, step_s],
+        "cpu_s": 1.5,
         "parts_s": {**names, **parts},
         "peak_bytes": peak_mib * MIB,
         "load_peak_bytes": 10 * MIB,
@@ -75,7 +76,7 @@ def test_a_missing_package_is_named_with_the_peers_that_need_it() -> None:
 def test_missing_peers_end_the_program_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.cases.is_installed", lambda package: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     monkeypatch.setattr(train_step, "_measure", lambda *_: pytest.fail("something ran"))
     target = tmp_path / "result.json"
     assert train_step.main(["--peers", "fsdp2,ds1", "--json", str(target)]) == 2
@@ -120,6 +121,7 @@ def test_the_worst_rank_counts_for_memory_and_time() -> None:
     ranks = [rank_result(1.0, peak_mib=100), rank_result(2.0, peak_mib=300)]
     (row,) = rows_of(CASE, {"ddp": [ranks]})
     assert row.step_s == 2.0
+    assert row.cpu_s == 3.0  # of all ranks
     assert row.peak_mib == 300
 
 
