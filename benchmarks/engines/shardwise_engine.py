@@ -10,6 +10,7 @@ from benchmarks.run import Run
 from shardwise.config import Layout, Plan, Precision, Train
 from shardwise.parallel.mesh import build_mesh
 from shardwise.trainer import step as step_module
+from shardwise.trainer.loss import shift_labels
 from shardwise.trainer.optim import make_optimizer
 from shardwise.weights.load import load_model
 
@@ -18,13 +19,18 @@ def train(run: Run, meter: Meter) -> None:
     """ZeRO 1 to 3 over all ranks, or replicas."""
     plan = _plan(run)
     mesh = build_mesh(plan.layout, run.device)
-    model = load_model(plan, mesh, torch.float32)
-    optimizer = make_optimizer(model, plan.train)
+    sharded = load_model(plan, mesh, torch.float32)
+    optimizer = make_optimizer(sharded, plan.train)
     _time_parts(meter.clock, optimizer)
     for ids in run.rows():
         meter.begin()
         result = step_module.train_step(
-            model, optimizer, [(ids, ids)], mesh, plan.train, plan.train.learning_rate
+            sharded,
+            optimizer,
+            [(ids, shift_labels(ids))],
+            mesh,
+            plan.train,
+            plan.train.learning_rate,
         )
         meter.end(result.loss)
 
@@ -54,7 +60,7 @@ def _plan(run: Run) -> Plan:
 
 def _time_parts(clock: Clock, optimizer: torch.optim.Optimizer) -> None:
     """`train_step` is one call: put the clock around the functions that it calls."""
-    step_module.batch_loss_sum = clock.timed("forward", step_module.batch_loss_sum)
+    step_module._batch_loss_sum = clock.timed("forward", step_module._batch_loss_sum)
     torch.Tensor.backward = clock.timed("backward", torch.Tensor.backward)
     step_module.global_norm = clock.timed("optimizer", step_module.global_norm)
     step_module.clip = clock.timed("optimizer", step_module.clip)
