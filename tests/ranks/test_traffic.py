@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwise.config import Layout
 from tests.models import save_model
 from tests.ranks.steps import _micro_batches, random_rows
 from tests.run_ranks import run_ranks
@@ -23,7 +23,7 @@ def count_on_rank(
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from shardwise.config import Layout, Plan, Train
+    from shardwise.config import Plan, Train
     from shardwise.models.facts import read_facts
     from shardwise.parallel.mesh import build_mesh
     from shardwise.planner.timing import traffic
@@ -92,7 +92,7 @@ LAYOUTS = [
 
 
 def check_ledger(model: Path, layout: dict[str, int], **settings: Any) -> None:
-    num_ranks = math.prod(size for axis, size in layout.items() if axis != "zero")
+    num_ranks = Layout(**layout).world_size
     for planned, seen in run_ranks(num_ranks, count_on_rank, str(model), layout, settings):
         large = Counter({key: n for key, n in seen.items() if key[1] > 8})
         assert large == planned

@@ -89,6 +89,8 @@ def _local_shape(name: str, shape: tuple[int, ...], facts: ModelFacts, tp: int) 
         return shape
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return (shape[0], shape[1] // tp)
+    if name.startswith("mlp.") and facts.num_experts:
+        return shape  # experts and their router work on whole tokens
     parts = min(tp, facts.num_kv_heads) if is_kv(name) else tp
     return (shape[0] // parts, *shape[1:])
 
