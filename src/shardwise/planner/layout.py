@@ -126,9 +126,11 @@ def legal_layouts(
     for tp, pp, cp, fsdp, dp in _shares(num_devices, facts, task, most_cp):
         # a stage of an axis of one is none, a pipeline has only the first
         zeros = (_STAGES if pp == 1 else _STAGES[:1]) if fsdp * cp > 1 else _NO_STAGE
-        for zero, split in product(zeros, (False, True) if tp > 1 else (False,)):
+        splits = (False, True) if tp > 1 else (False,)
+        eps = _divisors(math.gcd(facts.num_experts, fsdp * cp * tp)) if facts.num_experts else [1]
+        for zero, split, ep in product(zeros, splits, eps):
             layout = Layout(
-                dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, zero=zero, sequence_parallel=split
+                dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, sequence_parallel=split
             )
             if why_illegal(layout, facts, task=task) is None:
                 yield layout
