@@ -79,8 +79,8 @@ class _Dispatch:
     def _run(self, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Each token through one of this rank's experts."""
         num_tokens = len(tokens)
-        if not num_tokens:  # a row of nothing, so that gradients (zero) and exchanges go on
-            tokens, experts = tokens.new_zeros(1, tokens.shape[1]), experts.new_zeros(1)
+        if not num_tokens:  # the sum of no rows: zero, and gradients go back to the exchange
+            tokens, experts = tokens.sum(0, keepdim=True), experts.new_zeros(1)
         weights: dict[str, Any] = {
             name: local_parameter(self._experts, name) for name in self._experts._parameters
         }
