@@ -41,11 +41,14 @@ class Case:
 
 
 SPLIT = {"sequence_parallel": True}
-SINGLES: list[dict[str, Any]] = [
+SIZES: list[dict[str, Any]] = [
     {"fsdp": 1},
-    {"fsdp": 2},
     {"fsdp": 4},
     {"fsdp": 5},  # leaves ranks without a part of the smallest parameters
+]
+SINGLES: list[dict[str, Any]] = [
+    *SIZES,
+    {"fsdp": 2},
     {"fsdp": 2, "zero": 1},
     {"fsdp": 2, "zero": 2},
     {"dp": 2},
@@ -148,10 +151,11 @@ def _slow() -> list[Case]:
             if layout.get("pp", 1) <= most and (model != "MOE0" or "pp" in layout)
         ]
     for model in sorted(set(MODELS) - set(EXPERT_MODELS)):
-        singles = [case for case in SINGLES if "tp" not in case] + THREE
-        cases += [
-            Case(model=model, layout=layout) for layout in (singles if model == "ODD" else SINGLES)
-        ]
+        few = model not in (*FAMILY_MODELS, "ODD", "LL321T")
+        singles = [case for case in SINGLES if not (few and case in SIZES)]
+        if model == "ODD":
+            singles = [case for case in SINGLES if "tp" not in case] + THREE
+        cases += [Case(model=model, layout=layout) for layout in singles]
     for model in FAMILY_MODELS:
         cases += [Case(model=model, layout=layout) for layout in PAIRS + MORE]
     cases += [Case(model="ODD", layout=layout) for layout in PAIRS if "tp" not in layout]

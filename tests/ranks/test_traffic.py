@@ -110,11 +110,19 @@ def _merged(found: Counter[tuple[str, int]]) -> Counter[tuple[str, int]]:
     return result
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ledger_of_other_settings(tmp_path: Path, layout: dict[str, int]) -> None:
+    """Head norms and tied embeddings, with activations made again."""
+    check_ledger(save_model("Q3", tmp_path / "Q3"), layout, checkpointing="full")
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [("Q3", "none"), ("LL", "full")], ids=["Q3", "LL-full"]
+)
 @pytest.mark.parametrize(
     "layout", LAYOUTS, ids=lambda layout: "x".join(f"{axis}{size}" for axis, size in layout.items())
 )
-@pytest.mark.parametrize("name", ["LL", "Q3"])
 def test_ledger_equals_what_a_step_runs(
     tmp_path: Path, name: str, layout: dict[str, int], checkpointing: str
 ) -> None:
