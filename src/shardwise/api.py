@@ -98,6 +98,12 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
         UserError: the plan is not legal for the model, its files are not whole, or the process
             group has another size.
     """
+    for axis in ("pp", "cp"):
+        if getattr(plan.layout, axis) > 1:
+            raise UserError(
+                f"{axis}={getattr(plan.layout, axis)}: a model that is called as one takes whole "
+                f"rows through all layers; use shardwise.train, or {axis}=1."
+            )
     import torch.distributed as dist
 
     from shardwise.launch.start import device_type

@@ -20,9 +20,6 @@ from shardwise.errors import ShardwiseError, UserError
 if TYPE_CHECKING:
     from shardwise.config import Layout
 
-if TYPE_CHECKING:
-    pass
-
 
 def _example(*lines: str) -> str:
     return "\n\n".join(["[bold]Example[/bold]", *(f"  $ {line}" for line in lines)])
@@ -309,17 +306,13 @@ def families(as_json: JsonOption = False) -> None:
 
 
 def _layout(text: str) -> Layout:
-    from shardwise.config import Layout, parse
+    from shardwise.config import Layout, parse, read_yaml
 
     pairs = [item.partition("=") for item in text.split(",")]
     if not all(key.strip() and sep for key, sep, _ in pairs):
         raise UserError(f"--layout {text!r} is not of the form axis=N,axis=N, like fsdp=2,tp=3.")
-    numbers = {k.strip(): int(v) if _is_number(v) else v for k, _, v in pairs}
-    return parse(Layout, numbers, source="--layout")
-
-
-def _is_number(text: str) -> bool:
-    return text.strip().removeprefix("-").isdecimal()
+    values = {key.strip(): read_yaml(value) for key, _, value in pairs}
+    return parse(Layout, values, source="--layout")
 
 
 def _write(path: Path, text: str) -> None:

@@ -107,6 +107,7 @@ def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
         num_data_ranks=plan.layout.num_data_ranks,
         multiple=plan.layout.sequence_multiple,
         same_shape=plan.layout.pp > 1,
+        least=plan.train.num_micro_batches(plan.layout) if plan.layout.pp > 1 else 1,
         columns=own_columns(mesh),
         device=mesh.device,
     )

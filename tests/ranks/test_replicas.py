@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.models import save_model
 from tests.ranks.steps import RAGGED, _micro_batches, random_rows
-from tests.run_ranks import run_ranks
+from tests.run_ranks import PROCESS_GROUP_TIMEOUT_S, run_ranks
 
 
 def drift_on_rank(rank: int, model_dir: str, layout: dict[str, int], name: str | None) -> str:
@@ -72,20 +73,26 @@ def test_nothing_is_found_where_nothing_has_drifted(tmp_path: Path, layout: dict
 
 
 def leftover_on_rank(rank: int, model_dir: str) -> str:
+    """Two steps of an optimizer that does not clear the gradients."""
     import torch
 
     from shardwise.config import Layout, Plan, Train
     from shardwise.errors import ShardwiseError
     from shardwise.parallel.mesh import build_mesh
-    from shardwise.parallel.replicas import check_no_gradients
+    from shardwise.trainer.optim import make_optimizer
+    from shardwise.trainer.step import train_step
     from shardwise.weights.load import load_model
 
-    plan = Plan(model=model_dir, task="full", layout=Layout(), train=Train())
-    sharded = load_model(plan, build_mesh(plan.layout, "cpu"), torch.float32)
-    check_no_gradients(sharded)
-    sharded.model.lm_head.weight.grad = torch.ones_like(sharded.model.lm_head.weight)
+    train = Train(check_replicas=True)
+    plan = Plan(model=model_dir, task="full", layout=Layout(), train=train)
+    mesh = build_mesh(plan.layout, "cpu")
+    sharded = load_model(plan, mesh, torch.float32)
+    optimizer = make_optimizer(sharded, train)
+    optimizer.zero_grad = lambda: None
+    batches = _micro_batches(random_rows((5,)), plan, mesh)
+    train_step(sharded, optimizer, batches, mesh, train, 1e-3)
     try:
-        check_no_gradients(sharded)
+        train_step(sharded, optimizer, batches, mesh, train, 1e-3)
     except ShardwiseError as error:
         return str(error)
     return ""
@@ -93,4 +100,46 @@ def leftover_on_rank(rank: int, model_dir: str) -> str:
 
 def test_a_gradient_that_is_left_over_stops_the_run(tmp_path: Path) -> None:
     (found,) = run_ranks(1, leftover_on_rank, str(save_model("LL", tmp_path / "LL")))
-    assert found == "a step begins with a gradient of lm_head.weight that is not zero."
+    assert found.startswith("a step begins with a gradient of model.")
+
+
+def timeouts_on_rank(rank: int, layout: dict[str, Any], num_kv_heads: int) -> dict[str, float]:
+    """Seconds that each group waits, by axis."""
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.config import Layout
+    from shardwise.parallel.mesh import KV_REPLICAS, build_mesh
+
+    mesh = build_mesh(Layout(**layout), "cpu")
+    groups = {axis: mesh.group(axis) for axis in ("pp", "dp", "fsdp", "tp")}
+    groups["ends"] = mesh.ends()
+    for axis in ("cp", "ep"):
+        if layout.get(axis, 1) > 1:
+            groups[axis] = mesh.group(axis)
+    if num_kv_heads < mesh.layout.tp:
+        mesh.kv_view(num_kv_heads)
+        groups[KV_REPLICAS] = mesh.group(KV_REPLICAS)
+    device = torch.device("cpu")
+    return {
+        axis: group._get_backend(device).options._timeout.total_seconds()
+        for axis, group in groups.items()
+        if dist.get_world_size(group) > 1
+    }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2, "tp": 2},
+        {"dp": 2, "fsdp": 2},
+        {"fsdp": 2, "cp": 2, "ep": 2},
+        {"tp": 4},
+    ],
+    ids=str,
+)
+def test_every_group_waits_as_long_as_the_job_says(layout: dict[str, Any]) -> None:
+    """And not half an hour, torch's default for all but the first group."""
+    for found in run_ranks(4, timeouts_on_rank, layout, 2):
+        assert found
+        assert set(found.values()) == {PROCESS_GROUP_TIMEOUT_S}

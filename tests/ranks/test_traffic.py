@@ -117,6 +117,13 @@ def test_ledger_of_other_settings(tmp_path: Path, layout: dict[str, int]) -> Non
     check_ledger(save_model("Q3", tmp_path / "Q3"), layout, checkpointing="full")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_ledger_where_a_norm_follows_the_mlp(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Made again, the sum that the norm needs crosses ranks again."""
+    check_ledger(save_model("G3", tmp_path / "G3"), layout, checkpointing="full")
+
+
 @pytest.mark.parametrize(
     ("name", "checkpointing"), [("Q3", "none"), ("LL", "full")], ids=["Q3", "LL-full"]
 )

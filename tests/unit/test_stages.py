@@ -135,4 +135,12 @@ def test_every_plan_that_is_let_through_can_be_scheduled() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     facts = facts_of_config({**SMOLLM2, "num_hidden_layers": 3}, source="small")
     assert num_stages(plan(2, "zbv")) == 4
-    assert "4 stages, the model has 3 layers" in str(why_not_scheduled(plan(2, "zbv"), facts))
+    reason = why_not_scheduled(plan(2, "zbv"), facts)
+    assert "4 stages, the model has 3 layers; pp can be at most 1" in str(reason)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_split_backward_passes_do_not_recompute(mode: str) -> None:
+    facts = facts_of_config(SMOLLM2, source="smol")
+    reason = why_not_scheduled(plan(2, "zbv", checkpointing=mode), facts)
+    assert "set train.checkpointing=none" in str(reason)

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise import console
-from shardwise.config import GIB, PLAN_FILE, Devices, Layout, Plan, Precision, Prediction
+from shardwise.config import GIB, PLAN_FILE, Devices, Layout, Plan, Precision, Prediction, Train
 from shardwise.errors import UserError, missing_extra
 from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
@@ -140,7 +140,11 @@ def start_check(plan: Plan, source: Path, exported: Path, dtype: str) -> tuple[f
     vocab = facts.vocab_size
     ids = [[(37 * row + 11 * i * i + i) % vocab for i in range(24)] for row in range(2)]
     precision = Precision(compute="fp32")
-    changes = {"model": str(source), "precision": precision, "predicted": None}
+    # whole rows on every rank, over as many of them: what splits rows or layers splits states here
+    tp = 1 if facts.num_experts else plan.layout.tp
+    layout = Layout(fsdp=plan.layout.world_size // tp, tp=tp)
+    changes = {"model": str(source), "precision": precision, "layout": layout, "predicted": None}
+    changes["train"] = Train(global_batch=layout.fsdp)
     sharded = check_plan(plan.model_copy(update=changes), facts)
     with TemporaryDirectory(prefix=_PREFIX) as name:
         folder = Path(name)

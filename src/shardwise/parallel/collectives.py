@@ -98,7 +98,9 @@ class _SplitSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        length = x.shape[1] // dist.get_world_size(group)
+        length, left = divmod(x.shape[1], dist.get_world_size(group))
+        if left:
+            raise ValueError(f"{x.shape[1]} tokens are not cut evenly; pad the rows first")
         return x.narrow(1, dist.get_rank(group) * length, length).contiguous()
 
     @staticmethod

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config import Layout
-from shardwise.parallel._torch import unflatten
+from shardwise.parallel._torch import set_timeout_of_world, unflatten
 
 AXES = ("pp", "dp", "fsdp", "tp")
 EXPERT_AXES = ("pp", "dp", "efsdp", "ep")
@@ -66,7 +66,12 @@ class Mesh:
             sizes = (num_kv_heads, self.size("tp") // num_kv_heads)
             view = unflatten(self.device_mesh["tp"], sizes, (KV_HEADS, KV_REPLICAS))
             self._views.update({KV_HEADS: view, KV_REPLICAS: view})
+            self._wait_as_the_job_does(view)
         return view
+
+    def _wait_as_the_job_does(self, view: DeviceMesh) -> None:
+        for group in view.get_all_groups():
+            set_timeout_of_world(group, self.device)
 
     def _view(self, axis: str) -> DeviceMesh:
         return self._views.get(axis, self.device_mesh)
@@ -88,6 +93,8 @@ class Mesh:
             pairs = [sorted({line[0], line[-1]}) for line in lines]
             group, _ = dist.new_subgroups_by_enumeration(pairs)
             self._groups["ends"] = group
+            if group is not None and dist.get_rank() in {rank for pair in pairs for rank in pair}:
+                set_timeout_of_world(group, self.device)
         return self._groups["ends"]
 
     @property
@@ -114,4 +121,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     if layout.cp > 1:
         view = unflatten(device_mesh["fsdp"], (layout.fsdp, layout.cp), ("rows", "cp"))
         mesh._views["cp"] = view
+    for view in (device_mesh, *mesh._views.values()):
+        mesh._wait_as_the_job_does(view)
     return mesh

@@ -165,29 +165,25 @@ class Pipeline:
         num_micro_batches: int,
     ) -> torch.Tensor:
         """As `run`, without the backward pass, which torch's V-shaped schedules cannot leave out:
-        each stage sends all micro-batches on before the next stage of the rank begins."""
+        one micro-batch after the other, each through all stages of the rank, so that what two ranks
+        send each other is received in the order in which it is sent."""
         group = self.mesh.group("pp")
         total = torch.zeros((), device=ids.device)
-        inputs = list(ids.chunk(num_micro_batches))
         sent = []
-        for spec, module in self.stages:
-            outputs = []
-            for number, batch_targets in enumerate(targets.chunk(num_micro_batches)):
-                if spec.is_first or self.ranks[spec.index - 1] == spec.rank:
-                    x = inputs[number]
-                else:
-                    x = self._empty(batch_targets)
-                    dist.recv(x, group=group, group_src=self.ranks[spec.index - 1])
-                hidden = module(x)
+        chunks = zip(ids.chunk(num_micro_batches), targets.chunk(num_micro_batches), strict=True)
+        for batch_ids, batch_targets in chunks:
+            hidden = batch_ids
+            for spec, module in self.stages:
+                if not spec.is_first and self.ranks[spec.index - 1] != spec.rank:
+                    hidden = self._empty(batch_ids)
+                    dist.recv(hidden, group=group, group_src=self.ranks[spec.index - 1])
+                hidden = module(hidden)
                 if spec.is_last:
                     total += loss_function(hidden, batch_targets)
-                elif self.ranks[spec.index + 1] == spec.rank:
-                    outputs.append(hidden)
-                else:
+                elif self.ranks[spec.index + 1] != spec.rank:
                     hidden = hidden.contiguous()
                     work = dist.isend(hidden, group=group, group_dst=self.ranks[spec.index + 1])
                     sent.append((work, hidden))
-            inputs = outputs
         for work, _ in sent:
             work.wait()
         return total

@@ -131,7 +131,7 @@ def _memory_table(answer: Answer) -> RenderableType:
         values = [getattr(single.memory, part)]
         values += [getattr(chosen.memory, part)] if both and chosen else []
         if any(values):
-            table.add_row(name, *(gib(value) if value else "none yet" for value in values))
+            table.add_row(name, *(gib(value) if value else "-" for value in values))
     totals = [single, *([chosen] if both and chosen else [])]
     table.add_row("total", *(gib(o.memory.total) for o in totals), style="bold")
     table.add_row("a device has", *(gib(o.capacity) for o in totals))

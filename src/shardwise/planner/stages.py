@@ -27,7 +27,7 @@ class Schedule:
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(),
     "1f1b": Schedule(min_micro_batches="pp"),
-    "interleaved": Schedule(stages_per_rank=2, min_micro_batches="pp"),
+    "interleaved": Schedule(stages_per_rank=2),
     "zbv": Schedule(stages_per_rank=2, style="v", splits_backward=True),
     "dualpipev": Schedule(
         stages_per_rank=2, style="v", splits_backward=True, min_micro_batches="stages"
@@ -207,17 +207,18 @@ def why_not_scheduled(plan: Plan, facts: ModelFacts) -> str | None:
             "which torch cannot do in compiled layers; set train.compile=false, or "
             "train.pipeline_schedule=1f1b"
         )
-    if plan.train.checkpointing == "selective" and SCHEDULES[name].splits_backward:
+    if plan.train.checkpointing != "none" and SCHEDULES[name].splits_backward:
         return (
-            f"train.pipeline_schedule={name} makes the gradients of inputs and weights apart, "
-            "which torch cannot do with train.checkpointing=selective; use full or none, or "
+            f"train.pipeline_schedule={name} makes the gradients of inputs and weights apart, for "
+            "which torch would compute a layer again and again; set train.checkpointing=none, or "
             "train.pipeline_schedule=1f1b"
         )
     stages, num_micro = num_stages(plan), plan.train.num_micro_batches(plan.layout)
     if stages > facts.num_layers:
         return (
             f"pp={pp} with train.pipeline_schedule={name} makes {stages} stages, the model has "
-            f"{facts.num_layers} layers; use fewer stages"
+            f"{facts.num_layers} layers; pp can be at most "
+            f"{facts.num_layers // SCHEDULES[name].stages_per_rank}"
         )
     least = {"1": 1, "pp": pp, "stages": stages}[SCHEDULES[name].min_micro_batches]
     if num_micro < least:

@@ -207,6 +207,8 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
     first = num_micro if any(stage.is_first for stage in stages) else 0
     last = num_micro if any(stage.is_last for stage in stages) else 0
     recompute = _recomputed(plan, stages)
+    # recomputation ends where nothing more is needed: before the MLP's sum, unless a norm follows
+    sums_again = recompute * (2 if "post_feedforward_layernorm" in facts.family.norms else 1)
     whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
     targets = local_tokens(plan) - (train.micro_batch if layout.cp == 1 else 0)
     lines: list[tuple[Op, int, int]] = []
@@ -218,10 +220,10 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
         regions = 1 if facts.num_experts else 2
         both_ways = 2 * regions * layers
         lines.append(("all_gather", both_ways + regions * recompute + first + last, whole))
-        lines.append(("reduce_scatter", both_ways + recompute + last, whole))
+        lines.append(("reduce_scatter", both_ways + sums_again + last, whole))
         lines.append(("all_reduce", first, whole))
     else:
-        lines.append(("all_reduce", 4 * layers + recompute + first + last, whole))
+        lines.append(("all_reduce", 4 * layers + sums_again + first + last, whole))
     lines += [("all_reduce", 1, num_bytes) for num_bytes in _partial_bytes(plan, facts, stages)]
     return [
         Collective(axis="tp", op=op, count=count, num_bytes=num_bytes)

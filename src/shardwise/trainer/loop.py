@@ -153,7 +153,9 @@ def _run_step(run: Run, step: int) -> StepRecord:
     train, began = run.plan.train, time.perf_counter()
     numbers = rows_of_step(len(run.rows), train.global_batch, step, train.seed)
     rate = learning_rate_at(step, run.num_steps, train)
-    batches = _batches(run, run.rows, numbers)
+    # a pipeline's schedule is made for so many, also where an epoch's last step has fewer rows
+    least = train.num_micro_batches(run.plan.layout) if run.plan.layout.pp > 1 else 1
+    batches = _batches(run, run.rows, numbers, least)
     result = train_step(run.sharded, run.optimizer, batches, run.mesh, train, rate)
     num_tokens = sum(len(run.rows[number][0]) for number in numbers)
     seconds = time.perf_counter() - began
@@ -172,7 +174,7 @@ def _save(run: Run, step: int, loss: float) -> None:
     )
 
 
-def _batches(run: Run, rows: Rows, numbers: Sequence[int]) -> list[Batch]:
+def _batches(run: Run, rows: Rows, numbers: Sequence[int], least: int = 1) -> list[Batch]:
     return micro_batches(
         rows,
         numbers,
@@ -181,6 +183,7 @@ def _batches(run: Run, rows: Rows, numbers: Sequence[int]) -> list[Batch]:
         num_data_ranks=run.plan.layout.num_data_ranks,
         multiple=run.plan.layout.sequence_multiple,
         same_shape=run.plan.layout.pp > 1,
+        least=least,
         columns=own_columns(run.mesh),
         device=run.mesh.device,
     )

@@ -56,6 +56,7 @@ def micro_batches(
     num_data_ranks: int,
     multiple: int = 1,
     same_shape: bool = False,
+    least: int = 1,
     columns: Columns = whole_rows,
     device: torch.device,
 ) -> list[Batch]:
@@ -68,10 +69,11 @@ def micro_batches(
     Args:
         multiple: what the length of each micro-batch must be a multiple of, in tokens.
         same_shape: whether all micro-batches get the shape of the largest, as a pipeline needs.
+        least: make at least so many micro-batches; more than there are rows are empty.
         columns: which part of each row is this rank's; taken after the targets are known, so that
             none is lost or invented where a row is cut.
     """
-    num_batches = -(-len(numbers) // (num_data_ranks * micro_batch))
+    num_batches = max(least, -(-len(numbers) // (num_data_ranks * micro_batch)))
     mine = list(numbers[data_rank::num_data_ranks])
     chunks = [mine[i * micro_batch : (i + 1) * micro_batch] for i in range(num_batches)]
     padded = [_pad([rows[row] for row in chunk], multiple) for chunk in chunks]
