@@ -149,3 +149,19 @@ def test_bf16_compute_keeps_fp32_master_weights(layout: dict[str, int]) -> None:
     assert all(g.dtype == torch.float32 for g in step.grads.values())
     error = (step.grads["model.norm.weight"] - exact.grads["model.norm.weight"]).norm()
     assert error < 0.05 * exact.grads["model.norm.weight"].norm()
+
+
+@pytest.mark.parametrize("layout", [FSDP2, DP2], ids=layout_id)
+def test_bf16_gradients_are_reduced_in_fp32(layout: dict[str, int]) -> None:
+    """The sum of two ranks' bf16 gradients is the fp32 sum of those of each rank's rows alone.
+
+    Equal numbers of targets, so that dividing by half as many is exact in bf16 too.
+    """
+    batch = random_rows([31] * 8)
+    bf16 = {"micro_batch": 4, "compute": "bf16"}
+    got = run_steps(saved("LL"), layout, [batch], **bf16)[0][0].grads
+    halves = [run_steps(saved("LL"), ONE, [batch[r::2]], **bf16)[0][0].grads for r in (0, 1)]
+    for key, grad in got.items():
+        want = (halves[0][key] + halves[1][key]) / 2
+        excess = ((grad - want).abs() - 1e-6 * want.abs()).max()
+        assert excess <= 0, f"{key}: max |difference| {(grad - want).abs().max():.3e}"
