@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ class ScheduledAdamW(AdamW):
         super().step(params, grads)
 
 
-def train_on_rank(rank: int, model: str, layout: dict[str, int], folder: str) -> None:
+def train_on_rank(
+    rank: int, model: str, layout: dict[str, int], folder: str, compute: Literal["fp32", "bf16"]
+) -> None:
     """Two epochs of seven rows, three rows a step (one in the last of an epoch)."""
-    from shardwise.config import Layout, Plan, Train
+    from shardwise.config import Layout, Plan, Precision, Train
     from shardwise.parallel.mesh import build_mesh
     from shardwise.trainer.loop import run_train
 
@@ -48,7 +51,13 @@ def train_on_rank(rank: int, model: str, layout: dict[str, int], folder: str) ->
         clip_norm=0.5,
         save_every=4,
     )
-    plan = Plan(model=model, task="full", layout=Layout(**layout), train=train)
+    plan = Plan(
+        model=model,
+        task="full",
+        layout=Layout(**layout),
+        precision=Precision(compute=compute),
+        train=train,
+    )
     run_train(plan, Path(folder), Path(folder) / "work", build_mesh(plan.layout, "cpu"))
 
 
@@ -76,14 +85,23 @@ def oracle(model: Path) -> list[OracleStep]:
     return run_oracle(model, [*batches, EVAL_ROWS], optimizer, clip_norm=0.5)
 
 
+def saved_weights(checkpoint: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole weights of a checkpoint."""
+    from shardwise.weights.index import open_index
+    from shardwise.weights.load import read_into
+
+    index = open_index(checkpoint / "model")
+    whole = {key: torch.empty_like(param) for key, param in like.items()}
+    for key, param in whole.items():
+        read_into(param, tuple(slice(0, n) for n in param.shape), index.pieces[key], key)
+    return whole
+
+
 @pytest.mark.parametrize("layout", [{"fsdp": 2}, {"dp": 2, "zero": 1}, {"tp": 2}], ids=str)
 def test_a_run_equals_one_process_also_when_it_is_resumed(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:
     """Rates by the optimizer step (bug bank 17), evaluation (19), position of the rows (43)."""
-    from shardwise.weights.index import open_index
-    from shardwise.weights.load import read_into
-
     model, run = save_model("LL", tmp_path / "LL"), tmp_path / "run"
     run.mkdir()
     prepare(model, run)
@@ -91,7 +109,7 @@ def test_a_run_equals_one_process_also_when_it_is_resumed(
     before = run_oracle(model, [EVAL_ROWS], AdamW(lr=0.0))[0].loss
     last = run / "checkpoints" / "step-000006"
     for attempt in ("whole", "resumed"):
-        run_ranks(2, train_on_rank, str(model), layout, str(run))
+        run_ranks(2, train_on_rank, str(model), layout, str(run), "fp32")
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
         for record, step, rate in zip(records, want, RATES, strict=False):
@@ -102,9 +120,21 @@ def test_a_run_equals_one_process_also_when_it_is_resumed(
         assert measured["eval_loss_after"] == pytest.approx(want[6].loss, rel=LOSS_RTOL)
         if attempt == "whole":
             assert measured["eval_loss_before"] == pytest.approx(before, rel=LOSS_RTOL)
-        index = open_index(last / "model")
+        got = saved_weights(last, want[5].params)
         for key, param in want[5].params.items():
-            got = torch.empty_like(param)
-            read_into(got, tuple(slice(0, n) for n in got.shape), index.pieces[key], key)
-            assert_close(f"{key}, {attempt}", got, param)
+            assert_close(f"{key}, {attempt}", got[key], param)
         shutil.rmtree(last)  # the second attempt continues after step 4
+
+
+def test_a_run_with_bf16_compute_keeps_fp32_weights(tmp_path: Path) -> None:
+    """After training, few weights are numbers that bf16 has too; the losses are near fp32's."""
+    model, run = save_model("LL", tmp_path / "LL"), tmp_path / "run"
+    run.mkdir()
+    prepare(model, run)
+    want = oracle(model)
+    run_ranks(2, train_on_rank, str(model), {"fsdp": 2}, str(run), "bf16")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record, step in zip(records, want, strict=False):
+        assert record["loss"] == pytest.approx(step.loss, rel=5e-3)
+    for key, param in saved_weights(run / "checkpoints" / "step-000006", want[5].params).items():
+        assert (param == param.bfloat16().float()).float().mean() < 0.05, key
