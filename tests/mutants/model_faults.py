@@ -133,6 +133,14 @@ VOCABULARY = (
         proof=parity("LL-tp2"),
     ),
     Fault(
+        name="padding-row-by-the-whole-numbering",
+        history="pytorch/torchtitan#4637",
+        file="parallel/tensor.py",
+        old="padding - rows.start if padding is not None and padding in rows else None",
+        new="padding if padding is not None and padding < len(rows) else None",
+        proof=parity("LL-tp2"),
+    ),
+    Fault(
         name="vocabulary-padding-in-the-softmax",
         history="NVIDIA/Megatron-LM#1754",
         file="trainer/loss.py",
