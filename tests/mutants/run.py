@@ -76,7 +76,7 @@ def unmutated(faults: Sequence[Fault]) -> list[str]:
     proofs = list(dict.fromkeys(fault.proof for fault in faults))
     began = time.monotonic()
     with copy_of_source() as folder:
-        records, output = run_proofs(folder, proofs, "__init__.py", LIMIT_S + 10 * len(proofs))
+        records, output = run_proofs(folder, proofs, "__init__.py", LIMIT_S + 30 * len(proofs))
     passed = {r["test"] for r in records if r["outcome"] == "passed" and r["when"] == "call"}
     bad = [f"{r['test']}: {r['error']}: {r['text']}" for r in records if r["outcome"] != "passed"]
     missing = [proof for proof in proofs if proof not in passed]
