@@ -33,6 +33,7 @@ GEMMA: dict[str, Any] = {
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LL": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "LL1": ("LlamaConfig", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
     "LL321": ("LlamaConfig", {"tie_word_embeddings": False, "vocab_size": 321}),
     "LL321T": ("LlamaConfig", {"tie_word_embeddings": True, "vocab_size": 321}),
     "LLB": (

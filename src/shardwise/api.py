@@ -100,7 +100,7 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
     import torch.distributed as dist
 
     from shardwise.launch.start import device_type
-    from shardwise.parallel.data import COMPUTE_DTYPES
+    from shardwise.parallel.data import DTYPES
     from shardwise.parallel.mesh import build_mesh
     from shardwise.weights.load import load_model
 
@@ -116,8 +116,8 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
             )
         mesh = build_mesh(plan.layout, kind)
     serving = plan.task == "serve"
-    at_rest = COMPUTE_DTYPES[plan.precision.compute if serving else "fp32"]
-    return load_model(plan, mesh, dtype or at_rest)
+    at_rest = DTYPES[plan.precision.compute if serving else "fp32"]
+    return load_model(plan, mesh, dtype or at_rest).model
 
 
 def train(

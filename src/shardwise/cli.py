@@ -156,13 +156,17 @@ def train(
     resume: Annotated[
         bool, typer.Option(help="Continue from the newest complete checkpoint.")
     ] = False,
+    check_replicas: Annotated[
+        bool, typer.Option(help="Stop if replicas or tied copies differ by a bit after a step.")
+    ] = False,
     set_: SetOption = None,
 ) -> None:
     """Fine-tune with a plan's layout: starts the processes, shows loss, tokens/s and memory."""
     from shardwise.config import load_plan
     from shardwise.launch.start import start_train
 
-    plan_ = load_plan(plan_file, set_ or [])
+    switches = ["train.check_replicas=true"] if check_replicas else []
+    plan_ = load_plan(plan_file, [*(set_ or []), *switches])
     start_train(plan_, data=data, eval_data=eval_data, run_dir=out, resume=resume)
 
 

@@ -46,6 +46,26 @@ class Layout(Config):
         "micro-batch; 1 once a step, with one reduction of the gradients",
     )
 
+    sequence_parallel: bool = Field(
+        default=False,
+        description="the tp ranks split the sequence where they do not split matrices",
+    )
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a padded micro-batch is a multiple of, in tokens."""
+        return self.sequence_parts * (2 * self.cp if self.cp > 1 else 1)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Ranks that split the sequence between the split regions of tensor parallelism."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share the states between them."""
+        return self.fsdp * self.cp
+
     @property
     def world_size(self) -> int:
         """Number of processes."""
@@ -58,21 +78,25 @@ class Layout(Config):
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether gathered parameters stay from a forward pass to its backward pass."""
-        return self.fsdp > 1 and self.zero < 3
+        """Whether gathered parameters stay from a forward pass to its backward pass.
+
+        A pipeline has many passes under way at once, so it cannot do without them.
+        """
+        return self.pp > 1 or (self.num_shards > 1 and self.zero < 3)
 
     @property
     def reduces_once(self) -> bool:
         """Whether gradients cross ranks once a step and not once a micro-batch.
 
-        Without sharding (`fsdp=1`) a rank holds whole gradients anyway, so waiting costs nothing.
+        Without sharding a rank holds whole gradients anyway, so waiting costs nothing.
         """
-        return self.zero == 1 or self.fsdp == 1
+        return self.zero == 1 or self.num_shards == 1 or self.pp > 1
 
     def __str__(self) -> str:
         axes = {a: getattr(self, a) for a in ("pp", "dp", "fsdp", "cp", "tp", "ep")}
         text = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1) or "one process"
-        return f"{text} (ZeRO-{self.zero})" if self.fsdp > 1 else text
+        text += " + sequence parallel" if self.sequence_parallel else ""
+        return f"{text} (ZeRO-{self.zero})" if self.num_shards > 1 else text
 
 
 class Devices(Config):
@@ -90,16 +114,27 @@ class Devices(Config):
 
 
 class Precision(Config):
-    """Number formats. Master weights, moments and gradient reduction are always fp32."""
+    """Number formats. Master weights and moments are always fp32."""
 
     compute: Literal["fp32", "bf16"] = Field(
         default="fp32", description="dtype of the forward and backward pass"
+    )
+
+    reduce: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="dtype in which gradients are added up over micro-batches and ranks; bf16 "
+        "halves their traffic and loses digits",
     )
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of one value in the compute dtype."""
         return {"fp32": 4, "bf16": 2}[self.compute]
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of one value of a gradient on its way between ranks."""
+        return {"fp32": 4, "bf16": 2}[self.reduce]
 
 
 class Train(Config):
@@ -120,12 +155,25 @@ class Train(Config):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     clip_norm: float | None = Field(default=1.0, gt=0, description="None: no clipping")
-    checkpointing: Literal["none", "full"] = Field(
-        default="none", description="recompute each layer's activations in the backward pass"
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"] = Field(
+        default="1f1b", description="order of the micro-batches in a pipeline (pp > 1)"
     )
+    checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="what a layer computes again in the backward pass: nothing; all but matrix "
+        "products and attention; everything",
+    )
+    checkpoint_every: int = Field(
+        default=1, ge=1, description="of so many layers, one recomputes and the others keep"
+    )
+    compile: bool = Field(default=False, description="torch.compile each layer")
     seed: int = Field(default=0, ge=0, description="order of the rows")
     save_every: int | None = Field(
         default=None, ge=1, description="steps between checkpoints; None: only at the end"
+    )
+    check_replicas: bool = Field(
+        default=False,
+        description="stop if replicas or tied copies are not bitwise equal after a step",
     )
     timeout_s: float = Field(
         default=600.0, gt=0, description="a collective that waits longer fails"

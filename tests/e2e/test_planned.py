@@ -59,6 +59,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"dp": 2}, ["train.global_batch=8"]),
         ({"tp": 3}, []),
         ({"fsdp": 2, "tp": 3}, []),
+        ({"tp": 3, "sequence_parallel": True}, []),
+        ({"pp": 2}, ["train.global_batch=8"]),
+        ({"pp": 2}, ["train.global_batch=8", "train.pipeline_schedule=gpipe"]),
+        ({"pp": 2}, ["train.global_batch=8", "train.pipeline_schedule=zbv"]),
+        ({"pp": 2, "fsdp": 2, "zero": 1}, ["train.global_batch=16"]),
+        ({"cp": 2}, []),
     ],
     ids=[
         "one",
@@ -70,6 +76,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dp2",
         "tp3",
         "fsdp2 x tp3",
+        "tp3 sequence parallel",
+        "pp2",
+        "pp2 gpipe",
+        "pp2 zbv",
+        "pp2 x fsdp2",
+        "cp2",
     ],
 )
 def test_peak_memory_is_as_planned(
@@ -88,6 +100,7 @@ def test_peak_memory_is_as_planned(
             "train.micro_batch=2",
             "train.global_batch=4",
             "train.max_steps=3",
+            "train.epochs=3",
             *settings,
         ],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ class RankStep:
     loss: float
     norm: float
     num_tokens: int
-    grads: dict[str, Any]
-    params: dict[str, Any]
-    replicas: dict[str, bytes]
-    """raw bytes of the parameters that are not split over tp, as this rank holds them"""
+    named: list[tuple[str, Any, Any]]
+    """name in the files, gradient and value of every parameter of this rank's stages"""
+    held: list[tuple[tuple[str, str], str]]
+    """name and the box of it that this rank holds, and a digest of its bytes"""
+
+    @property
+    def grads(self) -> dict[str, Any]:
+        return {name: grad for name, grad, _ in self.named}
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {name: param for name, _, param in self.named}
 
 
 def random_rows(lengths: Sequence[int], vocab: int = 300, seed: int = 1) -> list[Row]:
@@ -61,25 +70,27 @@ def _train_on_rank(
     from shardwise.trainer.step import train_step
     from shardwise.weights.load import load_model
 
-    precision = Precision(compute=train.pop("compute", "fp32"))
+    formats = {name: train.pop(name) for name in ("compute", "reduce") if name in train}
+    precision = Precision(**formats)
     settings = Train(**{"clip_norm": None, "global_batch": 8, "learning_rate": 1e-3, **train})
     plan = Plan(
         model=model_dir, task="full", layout=Layout(**layout), precision=precision, train=settings
     )
     mesh = build_mesh(plan.layout, "cpu")
-    model = load_model(plan, mesh, torch.float32)
-    optimizer = make_optimizer(model, settings)
+    sharded = load_model(plan, mesh, torch.float32)
+    optimizer = make_optimizer(sharded, settings)
     steps = []
     for rows in batches:
         micro = _micro_batches(rows, plan, mesh)
-        result = train_step(model, optimizer, micro, mesh, settings, settings.learning_rate)
-        steps.append(_collect(model, result, mesh))
+        result = train_step(sharded, optimizer, micro, mesh, settings, settings.learning_rate)
+        steps.append(_collect(sharded, result))
     return steps
 
 
 def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
     import numpy as np
 
+    from shardwise.parallel.context import own_columns
     from shardwise.trainer.data.batches import micro_batches
     from shardwise.trainer.data.store import Rows
 
@@ -94,25 +105,32 @@ def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
         micro_batch=plan.train.micro_batch,
         data_rank=mesh.data_rank,
         num_data_ranks=plan.layout.num_data_ranks,
+        multiple=plan.layout.sequence_multiple,
+        same_shape=plan.layout.pp > 1,
+        columns=own_columns(mesh),
         device=mesh.device,
     )
 
 
-def _collect(model: Any, result: Any, mesh: Any) -> RankStep:
-    from shardwise.parallel.grads import local_part, shard_axes
+def _collect(sharded: Any, result: Any) -> RankStep:
+    from shardwise.parallel.grads import local_part
+    from shardwise.weights.load import local_box
 
-    params = dict(model.named_parameters())
+    params = list(sharded.stored_names())
+    missing = [name for name, p in params if p.grad is None]
+    assert not missing, f"no gradient: {missing}"
     return RankStep(
         loss=result.loss,
         norm=result.grad_norm,
         num_tokens=result.num_targets,
-        grads={name: _full(p.grad) for name, p in params.items()},
-        params={name: _full(p) for name, p in params.items()},
-        replicas={
-            name: local_part(p).detach().numpy().tobytes()
-            for name, p in params.items()
-            if "tp" not in shard_axes(p)
-        },
+        named=[(name, _full(p.grad), _full(p)) for name, p in params],
+        held=[
+            (
+                (name, str(local_box(p))),
+                sha256(local_part(p).detach().numpy().tobytes()).hexdigest(),
+            )
+            for name, p in params
+        ],
     )
 
 

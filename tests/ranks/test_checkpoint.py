@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,22 @@ from tests.ranks.steps import RAGGED, _collect, _micro_batches, random_rows
 from tests.run_ranks import run_ranks
 
 BATCHES = [random_rows(RAGGED, seed=seed) for seed in range(4)]
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"fsdp": 1},
     "fsdp2": {"fsdp": 2},
     "fsdp4": {"fsdp": 4},
     "tp2": {"tp": 2},
     "both": {"fsdp": 2, "tp": 2},
+    "tp4": {"tp": 4},  # of two KV heads
+    "pp2": {"pp": 2},
+    "pp2 x fsdp2": {"pp": 2, "fsdp": 2, "zero": 1},
+    "v": {"pp": 2, "pipeline_schedule": "zbv"},
+    "cp2": {"cp": 2},
 }
 
 
 def train_on_rank(
-    rank: int, model: str, layout: dict[str, int], resume: str | None, save: str | None, todo: range
+    rank: int, model: str, layout: dict[str, Any], resume: str | None, save: str | None, todo: range
 ) -> Any:
     """Train on the batches of `todo`, from a checkpoint and to a checkpoint if given."""
     import torch
@@ -36,7 +42,8 @@ def train_on_rank(
     from shardwise.trainer.step import train_step
     from shardwise.weights.load import load_model
 
-    train = Train(eps=1e-3, micro_batch=2, learning_rate=1e-3)
+    schedule = layout.pop("pipeline_schedule", "1f1b")
+    train = Train(eps=1e-3, micro_batch=2, learning_rate=1e-3, pipeline_schedule=schedule)
     source = model if resume is None else f"{resume}/model"
     plan = Plan(model=source, task="full", layout=Layout(**layout), train=train)
     mesh = build_mesh(plan.layout, "cpu")
@@ -48,7 +55,7 @@ def train_on_rank(
     for number in todo:
         micro = _micro_batches(BATCHES[number], plan, mesh)
         result = train_step(sharded, optimizer, micro, mesh, train, train.learning_rate)
-        steps.append(_collect(sharded, result, mesh))
+        steps.append(_collect(sharded, result))
     if save is not None:
         order = RowOrder(num_rows=8, global_batch=8, seed=0, data_digest="")
         state = State(step=todo.stop, row_order=order, loss=steps[-1].loss)
@@ -58,10 +65,18 @@ def train_on_rank(
 
 def run(model: Path, layout: str, todo: range, **paths: Path) -> Any:
     axes = LAYOUTS[layout]
-    num_ranks = axes.get("fsdp", 1) * axes.get("tp", 1)
+    num_ranks = math.prod(axes.get(axis, 1) for axis in ("pp", "fsdp", "cp", "tp"))
     resume, save = paths.get("resume"), paths.get("save")
     names = [None if p is None else str(p) for p in (resume, save)]
-    return run_ranks(num_ranks, train_on_rank, str(model), axes, *names, todo)[0]
+    return run_ranks(num_ranks, train_on_rank, str(model), axes, *names, todo)
+
+
+def _joined(ranks: list[Any]) -> list[tuple[float, dict[str, Any]]]:
+    """Loss and parameters of each step, from all pipeline stages."""
+    return [
+        (steps[0].loss, {name: value for step in steps for name, value in step.params.items()})
+        for steps in zip(*ranks, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +94,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tp2", "fsdp2"),
         ("fsdp4", "one"),
         ("one", "both"),
+        ("tp4", "pp2"),
+        ("pp2", "pp2"),
+        ("pp2 x fsdp2", "tp4"),
+        ("v", "fsdp2"),
+        ("cp2", "v"),
     ],
 )
 def test_resume_on_the_same_or_another_layout(
@@ -87,16 +107,17 @@ def test_resume_on_the_same_or_another_layout(
     """Steps 3 and 4 after a resume equal those of an uninterrupted run; bitwise on one layout."""
     import torch
 
-    whole = run(model, written, range(4))
+    whole = _joined(run(model, written, range(4)))
     run(model, written, range(2), save=tmp_path / "step-000002")
-    resumed = run(model, read, range(2, 4), resume=tmp_path / "step-000002")
-    for got, want in zip(resumed, whole[2:], strict=True):
-        assert got.loss == pytest.approx(want.loss, rel=1e-5)
-        for name, param in want.params.items():
+    resumed = _joined(run(model, read, range(2, 4), resume=tmp_path / "step-000002"))
+    for (loss, params), (want_loss, want) in zip(resumed, whole[2:], strict=True):
+        assert loss == pytest.approx(want_loss, rel=1e-5)
+        assert set(params) == set(want)
+        for name, param in want.items():
             if written == read:
-                assert torch.equal(got.params[name], param), name
+                assert torch.equal(params[name], param), name
             else:
-                assert_close(name, got.params[name], param)
+                assert_close(name, params[name], param)
 
 
 def test_a_checkpoint_is_complete_or_not_listed(model: Path, tmp_path: Path) -> None:

@@ -29,16 +29,16 @@ def load_on_rank(rank: int, model_dir: str, layout: dict[str, int]) -> Any:
 
     plan = Plan(model=model_dir, task="full", layout=Layout(**layout))
     mesh = build_mesh(plan.layout, "cpu")
-    model = build_on_meta(model_dir, torch.float32)
-    parallelize(model, plan, mesh)
+    facts = read_facts(model_dir)
+    sharded = parallelize(lambda: build_on_meta(model_dir, torch.float32), plan, facts, mesh)
+    model = sharded.model
     materialise(model, mesh.device)
-    num_bytes = load_weights(model, open_index(model_dir))
+    num_bytes = load_weights(sharded, open_index(model_dir))
     held = sum(local_part(p).numel() for p in model.parameters())
     full = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
         for name, p in model.named_parameters()
     }
-    facts = read_facts(model_dir)
     sizes = RankSizes.of(facts, plan.layout.tp)
     planned = facts.num_layers * sizes.layer + sizes.outer
     on_meta = [n for n, t in [*model.named_buffers(), *full.items()] if t.is_meta]

@@ -24,12 +24,14 @@ def norm_on_rank(rank: int, model_dir: str, layout: dict[str, int], limits: list
 
     plan = Plan(model=model_dir, task="full", layout=Layout(**layout))
     mesh = build_mesh(plan.layout, "cpu")
-    params = list(load_model(plan, mesh, torch.float32).parameters())
+    sharded = load_model(plan, mesh, torch.float32)
+    params = [param for _, param in sharded.named_parameters()]
+    counted = [param for _, param in sharded.named_parameters(copies=False)]
     norms, clipped = [], set()
     for limit in limits:
         for param in params:
             param.grad = torch.ones_like(param)
-        norms.append(global_norm(params, mesh).item())
+        norms.append(global_norm(counted, mesh).item())
         clip(params, torch.tensor(norms[-1]), norms[-1] * limit)
         values = torch.cat([local_part(p.grad).flatten() for p in params])
         clipped.add((limit, values.min().item(), values.max().item()))
@@ -45,11 +47,14 @@ def norm_on_rank(rank: int, model_dir: str, layout: dict[str, int], limits: list
         {"fsdp": 2, "tp": 2},
         {"dp": 2, "tp": 2},
         {"dp": 2, "fsdp": 2},
+        {"cp": 2},
+        {"pp": 2},
+        {"tp": 4},
     ],
     ids=lambda layout: "x".join(f"{axis}{size}" for axis, size in layout.items()),
 )
 def test_norm_of_ones_is_the_root_of_their_number(tmp_path: Path, layout: dict[str, int]) -> None:
-    """Norms, biases and a tie among them: nothing is counted twice, nothing is left out.
+    """Norms, biases, a tie, shared KV heads: nothing is counted twice, nothing is left out.
 
     A limit above the norm changes nothing; one below it scales every value alike.
     """

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.models import save_model
-from tests.oracle import LOSS_RTOL, AdamW, Row, assert_close, run_oracle
-from tests.ranks.steps import RAGGED, _micro_batches, random_rows, run_steps
-from tests.run_ranks import run_ranks
+from tests.oracle import LOSS_RTOL, AdamW, assert_close, run_oracle
+from tests.ranks.steps import RAGGED, random_rows, run_steps
 
 CUTS = [  # ranks and rows of a micro-batch: eight rows a step, five ways (bug bank 14)
     ({"fsdp": 1}, 1),
@@ -71,32 +69,3 @@ def test_rows_without_targets_add_nothing(model: Path) -> None:
         assert got.loss == pytest.approx(want.loss, rel=LOSS_RTOL)
         for key, grad in want.grads.items():
             assert_close(key, got.grads[key], grad)
-
-
-def evaluate_on_rank(rank: int, model: str, rows: list[Row], micro_batches: list[int]) -> Any:
-    """The evaluation loss of the rows by rows of a micro-batch."""
-    import torch
-    import torch.distributed as dist
-
-    from shardwise.config import Layout, Plan, Train
-    from shardwise.parallel.mesh import build_mesh
-    from shardwise.trainer.step import evaluate
-    from shardwise.weights.load import load_model
-
-    plan = Plan(model=model, task="full", layout=Layout(fsdp=dist.get_world_size()))
-    mesh = build_mesh(plan.layout, "cpu")
-    sharded = load_model(plan, mesh, torch.float32)
-    losses = []
-    for micro_batch in micro_batches:
-        cut = plan.model_copy(update={"train": Train(micro_batch=micro_batch)})
-        losses.append(evaluate(sharded, _micro_batches(rows, cut, mesh), mesh))
-    return losses
-
-
-def test_evaluation_counts_every_token_once(model: Path) -> None:
-    """Seven rows on one to three ranks, one, two or seven at a time (bug bank 19)."""
-    rows = random_rows(RAGGED[:7])
-    want = run_oracle(model, [rows], AdamW(lr=0.0))[0].loss
-    for num_ranks in (1, 2, 3):
-        for losses in run_ranks(num_ranks, evaluate_on_rank, str(model), rows, [1, 2, 7]):
-            assert losses == pytest.approx([want] * 3, rel=LOSS_RTOL), num_ranks

@@ -41,7 +41,7 @@ def generate_on_rank(rank: int, model_dir: str, tp: int) -> Any:
 
     plan = Plan(model=model_dir, task="serve", layout=Layout(tp=tp))
     mesh = build_mesh(plan.layout, "cpu")
-    model = load_model(plan, mesh, torch.float32).eval()
+    model = load_model(plan, mesh, torch.float32).model.eval()
     answers, widths = [], set()
     with torch.inference_mode():
         for prompt in PROMPTS:

@@ -26,13 +26,28 @@ def test_nine_heads_are_not_cut_in_two() -> None:
         assert all(layout.tp == 1 for layout in legal_layouts(facts("ODD"), count, task="full"))
 
 
-def test_more_ranks_than_kv_heads_are_refused() -> None:
-    """Listing the sizes that work (bug bank 25)."""
-    reason = why_illegal(Layout(tp=4), facts("LL"), task="full")
-    assert reason == "tp=4 does not divide the model's 2 KV heads; tp sizes that work: 1, 2"
-    one_head = facts("LL", num_key_value_heads=1)
-    reason = why_illegal(Layout(tp=2), one_head, task="serve")
-    assert reason == "tp=2 does not divide the model's 1 KV heads; tp sizes that work: 1"
+def test_kv_heads_are_held_by_equally_many_ranks() -> None:
+    """Fewer heads than ranks are repeated, if it comes out even (bug bank 25)."""
+    assert legal_tp_sizes(facts("LL")) == [1, 2, 4]  # 4 heads, 2 KV heads
+    assert legal_tp_sizes(facts("LL", num_key_value_heads=1)) == [1, 2, 4]
+    uneven = facts("LL", num_attention_heads=12, num_key_value_heads=4, intermediate_size=120)
+    reason = why_illegal(Layout(tp=6), uneven, task="full")
+    assert reason == "tp=6 does not divide the model's 4 KV heads; tp sizes that work: 1, 2, 4, 12"
+
+
+def test_sequence_parallelism_needs_ranks_that_split_matrices() -> None:
+    for layout, task in (
+        (Layout(sequence_parallel=True), "full"),
+        (Layout(tp=2, sequence_parallel=True), "serve"),
+    ):
+        assert "set it to false" in str(why_illegal(layout, facts("LL"), task=task))
+
+
+def test_a_pipeline_over_shards_is_zero_1() -> None:
+    reason = why_illegal(Layout(pp=2, fsdp=2), facts("LL"), task="full")
+    assert reason is not None
+    assert reason.endswith("which is ZeRO-1; set zero=1")
+    assert why_illegal(Layout(pp=2, fsdp=2, zero=1), facts("LL"), task="full") is None
 
 
 def test_sizes_must_divide_the_feed_forward_width_too() -> None:
@@ -42,7 +57,7 @@ def test_sizes_must_divide_the_feed_forward_width_too() -> None:
     assert "129 feed-forward columns" in reason
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["cp", "ep"])
 def test_axes_that_are_not_built_are_refused_by_name(axis: str) -> None:
     reason = why_illegal(Layout(**{axis: 2}), facts("LL"), task="full")
     assert reason is not None
@@ -59,6 +74,7 @@ def test_serving_does_not_shard_with_fsdp() -> None:
     [
         ({"train": Train(seq_len=300)}, {}, ["seq_len=300", "256"]),
         ({"train": Train(global_batch=1), "layout": Layout(fsdp=2)}, {}, ["global_batch=1", "2"]),
+        ({"layout": Layout(pp=2), "train": Train(global_batch=1)}, {}, ["global_batch to 2"]),
         ({}, {"attention_dropout": 0.1}, ["attention_dropout=0.1", "0.0"]),
         ({"task": "serve", "serve": Serve(context=300)}, {}, ["context=300", "256"]),
     ],

@@ -2,59 +2,102 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.trainer.loss import IGNORE, cross_entropy_sum, shift_labels
+from shardwise.planner.memory import LOSS_CHUNK_TOKENS
+from shardwise.trainer.loss import IGNORE, head_loss_sum, shift_labels
 
 
-def reference(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
-
-
-@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 700])
-def test_sum_and_gradient_over_chunks(num_tokens: int) -> None:
+def inputs(num_tokens: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The head's input, its weight and labels of which every third is not trained."""
     torch.manual_seed(0)
-    logits = (torch.randn(1, num_tokens, 33) * 5).requires_grad_()
-    labels = torch.randint(0, 33, (1, num_tokens))
-    labels[:, ::3] = IGNORE
-    ours = cross_entropy_sum(logits, labels, vocab=range(33), group=None)
-    (grad,) = torch.autograd.grad(ours * 0.25, logits)
-    theirs = reference(logits, labels)
-    (expected,) = torch.autograd.grad(theirs * 0.25, logits)
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(grad, expected)
+    hidden = torch.randn(1, num_tokens, 16).requires_grad_()
+    weight = torch.randn(vocab, 16).requires_grad_()
+    labels = torch.randint(0, vocab, (1, num_tokens))
+    labels[:, 1::3] = IGNORE
+    return hidden, weight, labels
+
+
+def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return head_loss_sum(hidden, weight, labels, vocab=range(len(weight)), group=None)
+
+
+def reference(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = (hidden @ weight.T).flatten(0, 1).float()
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 383, 384, 385, 1000])
+def test_sum_and_gradients_over_chunks(num_tokens: int) -> None:
+    hidden, weight, labels = inputs(num_tokens, 33)
+    loss, expected = ours(hidden, weight, labels), reference(hidden, weight, labels)
+    torch.testing.assert_close(loss, expected)
+    got = torch.autograd.grad(loss * 0.25, (hidden, weight))
+    for grad, want in zip(got, torch.autograd.grad(expected * 0.25, (hidden, weight)), strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5)
 
 
 def test_large_logits_do_not_overflow() -> None:
-    logits = torch.tensor([[[1e4, -1e4, 0.0]]], requires_grad=True)
-    loss = cross_entropy_sum(logits, torch.tensor([[1]]), vocab=range(3), group=None)
+    hidden = torch.tensor([[[1e4]]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
+    loss = ours(hidden, weight, torch.tensor([[1]]))
     assert loss.item() == pytest.approx(2e4)
-    (grad,) = torch.autograd.grad(loss, logits)
-    assert grad.tolist() == [[[1.0, -1.0, 0.0]]]
+    (grad,) = torch.autograd.grad(loss, hidden)
+    assert grad.tolist() == [[[2.0]]]
 
 
 def test_nothing_to_train_is_zero_and_not_nan() -> None:
-    logits = torch.randn(2, 3, 5, requires_grad=True)
-    labels = torch.full((2, 3), IGNORE)
-    loss = cross_entropy_sum(logits, labels, vocab=range(5), group=None)
-    (grad,) = torch.autograd.grad(loss, logits)
+    hidden, weight, labels = inputs(6, 5)
+    loss = ours(hidden, weight, torch.full_like(labels, IGNORE))
     assert loss.item() == 0.0
-    assert not grad.any()
+    for grad in torch.autograd.grad(loss, (hidden, weight)):
+        assert not grad.any()
 
 
-def test_bf16_logits_are_summed_in_fp32() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(1, 64, 1000).bfloat16().requires_grad_()
-    labels = torch.randint(0, 1000, (1, 64))
-    loss = cross_entropy_sum(logits, labels, vocab=range(1000), group=None)
+def test_logits_never_exist_whole() -> None:
+    """No tensor of the loss or its gradient has a row of logits for more than a chunk of tokens."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        num_rows = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.shape[1] == 997:
+                self.num_rows = max(self.num_rows, out.shape[0])
+            return out
+
+    hidden, weight, labels = inputs(2000, 997)
+    with Largest() as largest:
+        ours(hidden, weight, labels).backward()
+    assert 0 < largest.num_rows <= LOSS_CHUNK_TOKENS
+
+
+def test_without_gradients_none_is_made() -> None:
+    hidden, weight, labels = inputs(300, 33)
+    with torch.no_grad():
+        loss = ours(hidden, weight, labels)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, reference(hidden, weight, labels).detach())
+
+
+def test_bf16_logits_and_gradients_are_summed_in_fp32() -> None:
+    """The weight's gradient over many chunks is as exact as that of one product."""
+    hidden, weight, labels = inputs(3000, 50)
+    exact = torch.autograd.grad(reference(hidden, weight, labels), weight)[0]
+    half_hidden, half_weight = hidden.detach().bfloat16(), weight.detach().bfloat16()
+    half_weight.requires_grad_()
+    loss = ours(half_hidden, half_weight, labels)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, reference(logits, labels))
-    (grad,) = torch.autograd.grad(loss, logits)
+    (grad,) = torch.autograd.grad(loss, half_weight)
     assert grad.dtype == torch.bfloat16
+    assert (grad.float() - exact).norm() < 0.01 * exact.norm()
 
 
 def test_labels_are_shifted_within_a_row() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from shardwise.config import Train
+from shardwise.parallel.sharded import Part, ShardedModel
+from shardwise.planner.stages import StageSpec
 from shardwise.trainer.optim import learning_rate_at, make_optimizer
 
 
@@ -32,7 +36,11 @@ def test_schedules(schedule: str, middle: float) -> None:
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = torch.nn.Linear(3, 2)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = make_optimizer(model, Train(learning_rate=0.1, weight_decay=0.5))
+    spec = StageSpec(index=0, num_stages=1, layers=range(1), rank=0)
+    part = Part(model=model, root=model, spec=spec, partial={})  # type: ignore[arg-type]
+    mesh: Any = None  # of one process
+    sharded = ShardedModel(parts=(part,), mesh=mesh, tied=False, pipeline=None)
+    optimizer = make_optimizer(sharded, Train(learning_rate=0.1, weight_decay=0.5))
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,3 +44,16 @@ def restore_buffers(model: PreTrainedModel) -> None:
             param._is_hf_initialized = True
         with torch.no_grad():
             model._init_weights(module)
+
+
+class Absent(nn.Module):
+    """Stands for a module that another pipeline stage has; gives back what it gets first."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """The hidden states, unchanged."""
+        return hidden
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal language model of transformers."""
+    return model.base_model.layers

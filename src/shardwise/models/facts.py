@@ -14,6 +14,8 @@ from shardwise.errors import UserError
 from shardwise.models.families import FAMILIES, Family
 
 CONFIG_FILE = "config.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""names of the two parameters that a model may tie"""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """that do not depend on the length of a row"""
 _DEFAULT_WINDOW = 4096  # of transformers' config classes
@@ -85,15 +87,13 @@ class ModelFacts:
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter name -> shape; a tied head is not listed twice."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, self.hidden_size)
-        }
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
             for name, shape in self.layer_shapes.items():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         shapes["model.norm.weight"] = (self.hidden_size,)
         if not self.tied:
-            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+            shapes[HEAD] = (self.vocab_size, self.hidden_size)
         return shapes
 
     @cached_property

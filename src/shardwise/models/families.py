@@ -8,20 +8,16 @@ are not here: they are read from transformers' own tables.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
-ALL_KINDS = (
-    "fsdp",
-    "ZeRO-1",
-    "ZeRO-2",
-    "dp",
-    "dp x fsdp",
-    "tp",
-    "fsdp x tp",
-    "dp x tp",
-    "serve tp",
-)
-"""kinds of parallelism that a family can be proved for"""
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+KINDS = ("dp", "fsdp", "ZeRO-1", "ZeRO-2", "tp", "sequence parallel", "pp", "cp", "serve tp")
+"""kinds of parallelism, each alone"""
+PAIRS = tuple(" x ".join(pair) for pair in combinations(AXES, 2))
+"""kinds two at a time, in the order of the mesh"""
+ALL_KINDS = (*KINDS, *PAIRS)
+"""what a family can be proved for"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+from transformers import PreTrainedModel
 
 from shardwise.config import Plan
-from shardwise.parallel.data import apply_fsdp
+from shardwise.models.build import Absent, decoder_layers
+from shardwise.models.facts import ModelFacts
+from shardwise.parallel.context import apply_context_parallel
+from shardwise.parallel.data import DTYPES, apply_fsdp
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import Pipeline, Stage
+from shardwise.parallel.recompute import apply_checkpointing
+from shardwise.parallel.sharded import Part, ShardedModel
 from shardwise.parallel.tensor import apply_tensor_parallel
+from shardwise.planner.stages import StageSpec, stages_of
 
 
-def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
-    """Shard a transformers model that lies on the meta device, in place.
-
-    The order matters:
-      1. tensor parallel, while the modules are still plain and their rules can be read;
-      2. activation checkpointing, around layers that are already split;
-      3. FSDP last, so that it shards what the others left and gathers it layer by layer.
-    Weights are loaded afterwards, each rank reading only its own slices.
+def parallelize(
+    build: Callable[[], PreTrainedModel], plan: Plan, facts: ModelFacts, mesh: Mesh
+) -> ShardedModel:
+    """Shard a transformers model that lies on the meta device.
 
     Args:
-        model: as `models.build.build_on_meta` returns it; its code is not changed.
-        plan: `layout`, `precision`, `task` and `train.checkpointing` are used.
+        build: makes the whole model on the meta device (`models.build.build_on_meta`); called
+            once for each stage of this rank. Its code is not changed.
+        plan: `layout`, `precision`, `task` and `train` are used.
 
     Returns:
-        The same model. For training its logits are this rank's chunk of the vocabulary; for
-        serving they are whole.
+        This rank's parts. For training, the logits of a model that is one part are this rank's
+        chunk of the vocabulary; for serving they are whole.
     """
-    serving = plan.task == "serve"
-    if plan.layout.tp > 1:
-        apply_tensor_parallel(model, mesh, gather_logits=serving)
-    if serving:
-        return model
-    if plan.train.checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    apply_fsdp(model, mesh, plan.precision)
-    return model
+    specs = [spec for spec in stages_of(plan, facts) if spec.rank == mesh.rank("pp")]
+    parts = tuple(_part(build(), spec, plan, facts, mesh) for spec in specs)
+    pipeline = None
+    if plan.layout.pp > 1:
+        pipeline = Pipeline(
+            mesh=mesh,
+            schedule=plan.train.pipeline_schedule,
+            stages=[(part.spec, part.root) for part in parts],
+            hidden_size=facts.hidden_size,
+            sequence_parts=plan.layout.sequence_parts,
+            dtype=DTYPES[plan.precision.compute],
+        )
+    return ShardedModel(parts=parts, mesh=mesh, tied=facts.tied, pipeline=pipeline)
+
+
+def _part(
+    model: PreTrainedModel, spec: StageSpec, plan: Plan, facts: ModelFacts, mesh: Mesh
+) -> Part:
+    """One stage. The order matters:
+    1. pipeline: take out what other stages have, so that nothing more is done to it;
+    2. tensor parallel, while the modules are still plain and their rules can be read;
+    3. context parallel, which works on what attention sees of its heads;
+    4. activation checkpointing, around layers that are already split;
+    5. compilation, of what a layer has become;
+    6. FSDP last, so that it shards what the others left and gathers it layer by layer.
+    Weights are loaded afterwards, each rank reading only its own slices.
+    """
+    serving, layout = plan.task == "serve", plan.layout
+    root, partial = model, {}
+    if layout.pp > 1:
+        root = Stage(model, spec, sequence_parts=layout.sequence_parts)
+    if layout.tp > 1:
+        partial = apply_tensor_parallel(
+            model, mesh, num_kv_heads=facts.num_kv_heads, gather_logits=serving
+        )
+    if layout.cp > 1:
+        apply_context_parallel(model, mesh)
+    if not serving:
+        layers = [layer for layer in decoder_layers(model) if not isinstance(layer, Absent)]
+        apply_checkpointing(model, layers, plan.train)
+        if plan.train.compile:
+            for layer in layers:
+                layer.compile()
+        apply_fsdp(root, layers, mesh, plan)
+    return Part(model=model, root=root, spec=spec, partial=partial)

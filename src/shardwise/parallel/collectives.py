@@ -1,6 +1,8 @@
 """The collectives of tensor parallelism, with the gradient that each one needs.
 
-Compute runs on local tensors; these three functions are all that crosses ranks in a forward pass.
+Compute runs on local tensors; these functions are all that crosses ranks in a forward pass. Into
+a split region go `copy_to_group` or, under sequence parallelism, `gather_sequence`; out of it come
+`sum_over_group` or `scatter_sequence`. The backward pass of one is the forward pass of the other.
 """
 
 from __future__ import annotations
@@ -34,6 +36,72 @@ class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gather(grad, ctx.group), None
+
+
+class _SplitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        length = x.shape[1] // dist.get_world_size(group)
+        return x.narrow(1, dist.get_rank(group) * length, length).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gather(grad, ctx.group), None
+
+
+def _gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's part of dimension 1, in rank order."""
+    first = x.transpose(0, 1).contiguous()  # collectives join and cut dimension 0
+    whole = first.new_empty(first.shape[0] * dist.get_world_size(group), *first.shape[1:])
+    dist.all_gather_into_tensor(whole, first, group=group)
+    return whole.transpose(0, 1).contiguous()
+
+
+def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of dimension 1 of the sum over the ranks."""
+    first = x.transpose(0, 1).contiguous()
+    part = first.new_empty(first.shape[0] // dist.get_world_size(group), *first.shape[1:])
+    dist.reduce_scatter_tensor(part, first, group=group)
+    return part.transpose(0, 1).contiguous()
+
+
+def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole sequence [rows, tokens, ...] from each rank's part of it, used differently on
+    each rank: the gradients are summed, and each rank gets its part of the sum."""
+    return _GatherSequence.apply(x, group)
+
+
+def scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of the sequence of the sum of every rank's partial result."""
+    return _ScatterSequence.apply(x, group)
+
+
+def split_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of a sequence that every rank has whole and equal."""
+    return _SplitSequence.apply(x, group)
 
 
 def copy_to_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

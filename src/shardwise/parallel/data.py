@@ -2,55 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from shardwise.config import Layout, Precision
+from shardwise.config import Layout, Plan
 from shardwise.parallel.mesh import Mesh
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a causal language model of transformers."""
-    return model.base_model.layers
-
-
-def apply_fsdp(model: nn.Module, mesh: Mesh, precision: Precision) -> None:
+def apply_fsdp(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, plan: Plan) -> None:
     """Shard every parameter over the `fsdp` axis: one group a layer, one for the rest.
 
     With `dp` above 1 every shard has replicas. Gradients are summed, never averaged: the loss is
     already divided by the number of trained tokens of the whole step. They are reduced in fp32
-    whatever the compute dtype is. A mesh of one rank takes the same path, which gives bf16 compute
-    its fp32 master weights.
+    whatever the compute dtype is, unless the plan says otherwise. A mesh of one rank takes the
+    same path, which gives bf16 compute its fp32 master weights.
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=COMPUTE_DTYPES[precision.compute], reduce_dtype=torch.float32
+        param_dtype=DTYPES[plan.precision.compute],
+        reduce_dtype=DTYPES[plan.precision.reduce],
     )
     layout = mesh.layout
     axes = mesh.device_mesh["dp", "fsdp"] if layout.dp > 1 else mesh.device_mesh["fsdp"]
-    for module in (*decoder_layers(model), model):
+    for module in (*layers, root):
         # the outer group is needed again at once, when the backward pass begins
-        let_go = not layout.keeps_gathered and module is not model
+        let_go = not layout.keeps_gathered and module is not root
         fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=let_go)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-def let_go(model: nn.Module) -> None:
+def let_go(root: nn.Module) -> None:
     """Drop what a forward pass without a backward pass has left gathered."""
-    for module in (*decoder_layers(model), model):
-        module.reshard()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
-def begin_micro_batch(model: nn.Module, layout: Layout, *, is_last: bool) -> None:
+def begin_micro_batch(root: nn.Module, layout: Layout, *, is_last: bool) -> None:
     """Set what the next backward pass leaves behind.
 
     Where gradients cross ranks once a step, they add up in fp32, whole, until the last
     micro-batch. ZeRO-1 keeps the parameters gathered as long.
     """
     if layout.reduces_once:
-        model.set_requires_gradient_sync(is_last)
+        root.set_requires_gradient_sync(is_last)
     if layout.keeps_gathered and layout.zero == 1:
-        model.set_reshard_after_backward(is_last)
+        root.set_reshard_after_backward(is_last)

@@ -1,14 +1,14 @@
-"""One global gradient norm for any layout, and clipping by it."""
+"""What is done to gradients after the last backward pass: sum, measure, clip."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.parallel.mesh import AXES, Mesh
+from shardwise.parallel.mesh import AXES, KV_HEADS, Mesh
 
 
 def shard_axes(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -25,11 +25,28 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sum_in_one(grads: Sequence[torch.Tensor], add: Callable[[torch.Tensor], object]) -> None:
+    """Sum gradients over ranks in one message, in place.
+
+    Args:
+        grads: what this rank holds of each; the same shapes on every rank.
+        add: sums a tensor over the ranks, in place.
+    """
+    flat = torch.cat([grad.flatten() for grad in grads])
+    add(flat)
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
 def global_norm(params: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """The 2-norm of all gradients, each value counted once whatever its sharding or replicas.
 
     Sums the squares of what each rank holds, by the axes it is sharded over, so that a replica
-    is never added to itself. Returns an fp32 scalar, equal on every rank.
+    is never added to itself; then over the pipeline stages, of which each has its own parameters.
+    Returns an fp32 scalar, equal on every rank.
+
+    Args:
+        params: without the copies of parameters that another stage has.
     """
     squares: dict[tuple[str, ...], torch.Tensor] = {}
     for param in params:
@@ -42,7 +59,7 @@ def global_norm(params: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     for axes in _all_axis_sets():  # the same order on every rank
         if axes in squares:
             total += mesh.sum_over(squares[axes], axes)
-    return total.sqrt()
+    return mesh.sum_over(total, ["pp"]).sqrt()
 
 
 def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
@@ -55,6 +72,6 @@ def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) ->
 
 def _all_axis_sets() -> list[tuple[str, ...]]:
     sets: list[tuple[str, ...]] = [()]
-    for axis in AXES:
+    for axis in (*AXES, KV_HEADS):
         sets += [(*earlier, axis) for earlier in sets]
     return sets

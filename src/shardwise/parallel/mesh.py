@@ -1,21 +1,25 @@
 """Layout -> mesh of ranks. The only place that makes process groups.
 
 Axis order, outermost first: pp, dp, fsdp, cp, tp, so that the axes that talk most sit on
-neighbouring ranks.
+neighbouring ranks. The mesh's `fsdp` axis is fsdp x cp of the layout: the ranks that split a
+sequence share the states between them, as those do that read different rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config import Layout
+from shardwise.parallel._torch import unflatten
 
-AXES = ("dp", "fsdp", "tp")  # those that are built; the order is the one written above
+AXES = ("pp", "dp", "fsdp", "tp")
+KV_HEADS, KV_REPLICAS = "tp_kv", "tp_kv_replicas"
+"""the two axes that `tp` becomes where a KV head is held by several ranks"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,8 @@ class Mesh:
 
     layout: Layout
     device_mesh: DeviceMesh
+    _views: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+    _groups: dict[str, dist.ProcessGroup | None] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -34,15 +40,30 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis."""
-        return self.device_mesh[axis].size()
+        return self._view(axis)[axis].size()
 
     def rank(self, axis: str) -> int:
         """This rank's position along an axis."""
-        return self.device_mesh.get_local_rank(axis)
+        return self._view(axis).get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along an axis."""
-        return self.device_mesh.get_group(axis)
+        return self._view(axis).get_group(axis)
+
+    def kv_view(self, num_kv_heads: int) -> DeviceMesh:
+        """The `tp` axis as KV heads x ranks that hold the same head; neighbours hold the same.
+
+        Makes process groups at its first call, so every rank must call it.
+        """
+        view = self._views.get(KV_HEADS)
+        if view is None or view.shape[0] != num_kv_heads:
+            sizes = (num_kv_heads, self.size("tp") // num_kv_heads)
+            view = unflatten(self.device_mesh["tp"], sizes, (KV_HEADS, KV_REPLICAS))
+            self._views.update({KV_HEADS: view, KV_REPLICAS: view})
+        return view
+
+    def _view(self, axis: str) -> DeviceMesh:
+        return self._views.get(axis, self.device_mesh)
 
     def sum_over(self, value: torch.Tensor, axes: Iterable[str]) -> torch.Tensor:
         """Sum a tensor over the given axes, in place; every rank of them gets the sum."""
@@ -51,19 +72,35 @@ class Mesh:
                 dist.all_reduce(value, group=self.group(axis))
         return value
 
+    def ends(self) -> dist.ProcessGroup | None:
+        """The first and the last rank of this rank's `pp` axis; None for those between.
+
+        Makes process groups at its first call, so every rank must call it.
+        """
+        if "ends" not in self._groups:
+            lines = self.device_mesh.mesh.flatten(1).T.tolist()  # ranks that differ in pp only
+            pairs = [sorted({line[0], line[-1]}) for line in lines]
+            group, _ = dist.new_subgroups_by_enumeration(pairs)
+            self._groups["ends"] = group
+        return self._groups["ends"]
+
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks read different rows."""
+        """Axes whose ranks read different rows, or different parts of them."""
         return ("dp", "fsdp")
 
     @property
     def data_rank(self) -> int:
         """This rank's number among those that read different rows."""
-        return self.rank("dp") * self.size("fsdp") + self.rank("fsdp")
+        return self.rank("dp") * self.layout.fsdp + self.rank("fsdp") // self.layout.cp
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Build the mesh of an initialised process group of `layout.world_size` ranks."""
-    sizes = tuple(getattr(layout, axis) for axis in AXES)
+    sizes = (layout.pp, layout.dp, layout.fsdp * layout.cp, layout.tp)
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-    return Mesh(layout=layout, device_mesh=device_mesh)
+    mesh = Mesh(layout=layout, device_mesh=device_mesh)
+    if layout.cp > 1:
+        view = unflatten(device_mesh["fsdp"], (layout.fsdp, layout.cp), ("rows", "cp"))
+        mesh._views["cp"] = view
+    return mesh

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
+from typing import Literal
 
 from shardwise.config import Layout, Plan
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
+from shardwise.models.families import AXES
+from shardwise.planner.stages import why_not_scheduled
 
+KV = "KV heads"
+_STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+_NO_STAGE: tuple[Literal[3], ...] = (3,)
 _NOT_BUILT = {
-    "pp": "pipeline parallelism is not built yet; use fsdp or tp",
-    "cp": "context parallelism is not built yet; use a shorter seq_len",
     "ep": "expert parallelism is not built yet",
 }
 
@@ -21,10 +25,20 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
     for axis, reason in _NOT_BUILT.items():
         if getattr(layout, axis) > 1:
             return f"{axis}={getattr(layout, axis)}: {reason}"
+    if layout.sequence_parallel and (task == "serve" or layout.tp == 1):
+        return (
+            "sequence_parallel splits the sequence over the tp ranks of a training run; "
+            f"with task={task} and tp={layout.tp} set it to false"
+        )
     if task == "serve":
-        for axis in ("dp", "fsdp"):
+        for axis in ("dp", "fsdp", "cp", "pp"):
             if getattr(layout, axis) > 1:
                 return f"{axis}={getattr(layout, axis)}: serving shards with tp only; set {axis}=1"
+    if layout.pp > 1 and layout.num_shards > 1 and layout.zero != 1:
+        return (
+            f"zero={layout.zero} with pp={layout.pp}: a pipeline keeps parameters gathered and "
+            "reduces gradients once a step, which is ZeRO-1; set zero=1"
+        )
     unproved = sorted(_kinds(layout, task) - set(facts.family.proved))
     if unproved:
         proved = ", ".join(facts.family.proved) or "none"
@@ -33,7 +47,7 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
         return None
     sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
     for what, number in _split_by_tp(facts).items():
-        if number % layout.tp:
+        if not _splits(number, layout.tp, repeat=what == KV):
             return (
                 f"tp={layout.tp} does not divide the model's {number} {what}; "
                 f"tp sizes that work: {sizes}"
@@ -55,20 +69,36 @@ def why_too_few_rows(plan: Plan) -> str | None:
 
 
 def legal_tp_sizes(facts: ModelFacts) -> list[int]:
-    """Every tensor-parallel size that divides all heads and the feed-forward width."""
-    numbers = _split_by_tp(facts).values()
-    return [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
+    """Every tensor-parallel size that splits the heads and the feed-forward width evenly.
+
+    KV heads may also be fewer than ranks, if each can be held by equally many.
+    """
+    split = _split_by_tp(facts)
+    largest = min(number for what, number in split.items() if what != KV)
+    return [
+        tp
+        for tp in range(1, largest + 1)
+        if all(_splits(number, tp, repeat=what == KV) for what, number in split.items())
+    ]
+
+
+def _splits(number: int, tp: int, *, repeat: bool) -> bool:
+    return number % tp == 0 or (repeat and tp % number == 0)
 
 
 def legal_layouts(facts: ModelFacts, num_devices: int, *, task: str) -> Iterator[Layout]:
     """Every legal layout that uses exactly `num_devices` devices."""
-    for tp in _divisors(num_devices):
-        for fsdp in _divisors(num_devices // tp):
-            dp = num_devices // tp // fsdp
-            for zero in (1, 2, 3) if fsdp > 1 else (3,):  # a stage of an axis of one is none
-                layout = Layout(dp=dp, fsdp=fsdp, tp=tp, zero=zero)
-                if why_illegal(layout, facts, task=task) is None:
-                    yield layout
+    for pp, tp, fsdp, cp in product(_divisors(num_devices), repeat=4):
+        dp, left = divmod(num_devices, pp * tp * fsdp * cp)
+        if left or (task == "serve" and pp * fsdp * cp > 1):
+            continue
+        # a stage of an axis of one is none
+        for zero, split in product(_STAGES if fsdp * cp > 1 else _NO_STAGE, (False, True)):
+            layout = Layout(
+                dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, zero=zero, sequence_parallel=split
+            )
+            if why_illegal(layout, facts, task=task) is None:
+                yield layout
 
 
 def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
@@ -104,7 +134,7 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
             f"train.seq_len={train.seq_len} is longer than the model's "
             f"max_position_embeddings={facts.max_positions}; set it to at most that."
         )
-    reason = why_too_few_rows(plan)
+    reason = why_too_few_rows(plan) or why_not_scheduled(plan, facts)
     if reason is not None:
         raise UserError(f"{reason}.")
     context = plan.serve.context
@@ -120,9 +150,11 @@ def _kinds(layout: Layout, task: str) -> set[str]:
     """The kinds of parallelism (rows of the capability table) that a layout uses."""
     if task == "serve":
         return {"serve tp"} if layout.tp > 1 else set()
-    axes = [axis for axis in ("dp", "fsdp", "tp") if getattr(layout, axis) > 1]
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     kinds = {*axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
-    if layout.fsdp > 1 and layout.zero < 3:
+    if layout.sequence_parallel:
+        kinds.add("sequence parallel")
+    if layout.num_shards > 1 and layout.zero < 3:
         kinds.add(f"ZeRO-{layout.zero}")
     return kinds
 
@@ -134,6 +166,6 @@ def _divisors(number: int) -> list[int]:
 def _split_by_tp(facts: ModelFacts) -> dict[str, int]:
     return {
         "attention heads": facts.num_heads,
-        "KV heads": facts.num_kv_heads,
+        KV: facts.num_kv_heads,
         "feed-forward columns": facts.intermediate_size,
     }

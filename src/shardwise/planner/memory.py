@@ -8,14 +8,16 @@ against the tensors that autograd really saves, totals against measured peaks
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config import GIB, Memory, Plan
+from shardwise.config import GIB, Layout, Memory, Plan
 from shardwise.models.facts import ModelFacts
+from shardwise.planner.stages import StageSpec, passes_under_way, stages_of
 
 FP32 = 4
 LOSS_CHUNK_TOKENS = 256
-"""tokens whose logits are in fp32 at a time, which the loss obeys"""
+"""tokens whose logits exist at a time, which the loss obeys"""
 _RUNTIME_BYTES = {"cpu": int(0.36 * GIB), "accelerator": int(1.0 * GIB)}
 """What a process holds before any tensor. CPU: interpreter, torch and transformers, measured with
 torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0.4 GiB."""
@@ -26,39 +28,93 @@ launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.
 
 @dataclass(frozen=True, kw_only=True)
 class RankSizes:
-    """Parameters of one rank, after tensor parallelism and before FSDP."""
+    """Parameters of one rank, after pipeline and tensor parallelism and before FSDP."""
 
     layer: int
-    outer: int
-    """embedding, last norm and head"""
+    """of one decoder layer"""
+    num_layers: int
+    embedding: int
+    head: int
+    """last norm and, unless it is the embedding of the same rank, the head"""
+
+    @property
+    def outer(self) -> int:
+        """Outside the layers."""
+        return self.embedding + self.head
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.num_layers * self.layer + self.outer
 
     @classmethod
-    def of(cls, facts: ModelFacts, tp: int) -> RankSizes:
-        """Sizes of the largest rank: uneven cuts round up."""
-        layer = sum(_share(name, shape, tp) for name, shape in facts.layer_shapes.items())
+    def of(cls, facts: ModelFacts, tp: int, stages: Sequence[StageSpec] | None = None) -> RankSizes:
+        """Sizes of the largest rank: uneven cuts round up.
+
+        Args:
+            stages: those of the rank; None: the whole model.
+        """
+        layer = sum(math.prod(shape) for shape in local_shapes(facts, tp).values())
         table = -(-facts.vocab_size // tp) * facts.hidden_size
-        return cls(layer=layer, outer=(1 if facts.tied else 2) * table + facts.hidden_size)
+        if stages is None:
+            num_layers, has_embedding, has_head, shared = facts.num_layers, True, True, facts.tied
+        else:
+            num_layers = sum(len(stage.layers) for stage in stages)
+            has_embedding = any(stage.is_first for stage in stages)
+            has_head = any(stage.is_last for stage in stages)
+            shared = facts.tied and len(stages) == 1 and has_embedding
+        head = facts.hidden_size + (0 if shared else table)
+        return cls(
+            layer=layer,
+            num_layers=num_layers,
+            embedding=table if has_embedding else 0,
+            head=head if has_head else 0,
+        )
 
 
-def _share(name: str, shape: tuple[int, ...], tp: int) -> int:
-    """Values of a layer's parameter on one rank: norms and row biases are whole everywhere."""
-    is_row_bias = name.endswith(("o_proj.bias", "down_proj.bias"))
-    whole = "norm" in name or is_row_bias
-    return math.prod(shape) if whole else math.prod(shape) // tp
+def stages_of_rank(plan: Plan, facts: ModelFacts, rank: int) -> list[StageSpec]:
+    """The stages of one position on the `pp` axis."""
+    return [stage for stage in stages_of(plan, facts) if stage.rank == rank]
 
 
-def activation_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int) -> int:
+def local_shapes(facts: ModelFacts, tp: int) -> dict[str, tuple[int, ...]]:
+    """What one rank of `tp` holds of each parameter of a layer: norms and row biases are whole
+    everywhere, and a KV head is never cut."""
+    shapes = facts.layer_shapes.items()
+    return {name: _local_shape(name, shape, facts, tp) for name, shape in shapes}
+
+
+def _local_shape(name: str, shape: tuple[int, ...], facts: ModelFacts, tp: int) -> tuple[int, ...]:
+    if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
+        return shape
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return (shape[0], shape[1] // tp)
+    parts = min(tp, facts.num_kv_heads) if is_kv(name) else tp
+    return (shape[0] // parts, *shape[1:])
+
+
+def is_kv(name: str) -> bool:
+    """Whether a parameter belongs to the keys or values."""
+    return "k_proj." in name or "v_proj." in name
+
+
+def activation_bytes_per_token(
+    facts: ModelFacts, *, tp: int, compute_bytes: int, sequence_parallel: bool = False
+) -> int:
     """Bytes that one decoder layer keeps for its backward pass, per token.
 
     By operation: each norm keeps its fp32 input and its scaled output; the projections keep their
     inputs; attention keeps q, k, v, its output and one fp32 number a head; the gated MLP keeps
-    both halves, the activation and the product.
+    both halves, the activation and the product. With sequence parallelism a rank has the norms of
+    its own tokens only; the projections keep their gathered inputs.
     """
     c = compute_bytes
     norm = FP32 + (FP32 if facts.family.fp32_norm_output else c)
-    q, kv = facts.q_size // tp, facts.kv_size // tp
+    q, kv = facts.q_size // tp, facts.kv_size // min(tp, facts.num_kv_heads)
     num_heads = facts.num_heads // tp
     norms = len(facts.family.norms) * (facts.hidden_size * norm + FP32)
+    if sequence_parallel:
+        norms //= tp
     linears = 2 * facts.hidden_size * c
     attention = 2 * (q + kv) * c + num_heads * FP32
     qk_norms = (q + kv) * norm + 2 * num_heads * FP32 if facts.family.qk_norm else 0
@@ -77,9 +133,40 @@ def masked_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int, se
     return (seq_len + facts.q_size // tp) * compute_bytes
 
 
+def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int:
+    """What a layer keeps on top of that, per token of a rank, where others have the rest of the
+    sequence: the keys and values of all of it (repeated for each query head, as transformers does
+    where there is a mask), and the output's chunks."""
+    if layout.cp == 1:
+        return 0
+    q, kv = facts.q_size // layout.tp, facts.kv_size // min(layout.tp, facts.num_kv_heads)
+    return (2 * (q * layout.cp - kv) + q) * c
+
+
+def _context_masks(plan: Plan, facts: ModelFacts) -> int:
+    """Masks of a rank's two chunks, for all layers alike; again for those with a window."""
+    layout = plan.layout
+    if layout.cp == 1:
+        return 0
+    chunk = plan.train.seq_len / (2 * layout.cp)
+    one = chunk * chunk * (2 * layout.cp + 1) * plan.precision.compute_bytes
+    return int(one * (2 if 0 < facts.num_sliding_layers < facts.num_layers else 1))
+
+
+def local_tokens(plan: Plan) -> int:
+    """Tokens of a micro-batch of full rows on one rank, with the padding that its axes need."""
+    layout, train = plan.layout, plan.train
+    padded = -(-train.seq_len // layout.sequence_multiple) * layout.sequence_multiple
+    return train.micro_batch * padded // layout.cp
+
+
 def predict_memory(plan: Plan, facts: ModelFacts) -> Memory:
     """The memory of a plan's worst rank at its peak."""
-    parts = _serving(plan, facts) if plan.task == "serve" else _training(plan, facts)
+    if plan.task == "serve":
+        parts = _serving(plan, facts)
+    else:
+        ranks = (_training(plan, facts, rank) for rank in range(plan.layout.pp))
+        parts = max(ranks, key=lambda parts: sum(parts.values()))
     where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
     tensors = sum(parts.values())
     reserve = _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * tensors)
@@ -91,55 +178,118 @@ def state_bytes(facts: ModelFacts) -> int:
     return 16 * facts.num_parameters
 
 
-def _training(plan: Plan, facts: ModelFacts) -> dict[str, int]:
-    """The larger of the two peaks of a step.
+def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
+    """The larger of the two peaks of a step, on one position of the `pp` axis.
 
-    The first is where the loss meets the last layer: every activation is there, and the logits
-    with their gradient. The second is the end of the backward pass: the activations are gone, but
-    the outer group's gradients are whole and on their way into the reduce-scatter.
+    The first is where the loss meets the last layer: every activation is there, and the gradient
+    of the head. The second is the end of the backward pass: the activations are gone, but the
+    outer group's gradients are whole and on their way into the reduce-scatter. A pipeline reduces
+    all groups there, one after the other, and has its receive buffers besides.
     """
-    sizes, train = RankSizes.of(facts, plan.layout.tp), plan.train
+    layout, train = plan.layout, plan.train
+    stages = stages_of_rank(plan, facts, rank)
+    sizes = RankSizes.of(facts, layout.tp, stages)
     c = plan.precision.compute_bytes
-    whole = facts.num_layers * sizes.layer + sizes.outer
-    own = -(-whole // plan.layout.fsdp)
-    tokens = train.micro_batch * train.seq_len
-    tp = plan.layout.tp
-    kept = activation_bytes_per_token(facts, tp=tp, compute_bytes=c) * tokens
-    masked = masked_bytes_per_token(facts, tp=tp, compute_bytes=c, seq_len=train.seq_len) * tokens
-    inputs = facts.hidden_size * c * tokens
-    last = 3 * facts.hidden_size * FP32 * tokens  # the last norm and the head's input
-    if train.checkpointing == "full":
-        activations = facts.num_layers * inputs + kept + masked + last
-    else:
-        activations = facts.num_layers * kept + facts.num_sliding_layers * masked + last
-    gathered = (whole if plan.layout.keeps_gathered else sizes.outer) * c
-    one_pass = train.num_micro_batches(plan.layout) == 1
-    summed = whole if plan.layout.reduces_once else own  # of the micro-batches before this one
-    at_loss = {
-        "gradients": 0 if one_pass else summed * FP32,
-        "activations": activations,
-        "logits": _logits(plan, facts, tokens),
-        "buffers": gathered + 2 * sizes.layer * c,
-    }
+    own = -(-sizes.total // layout.num_shards)
+    tokens = local_tokens(plan)
+    received = _received_bytes(plan, facts, stages)
+    gathered = (sizes.total if layout.keeps_gathered else sizes.outer) * c
+    r = plan.precision.reduce_bytes
+    # of the micro-batches before this one
+    summed = sizes.total * r if layout.reduces_once else own * FP32
+    passes = passes_under_way(plan, rank)
+    moments = [(passes, summed)]
+    if passes == train.num_micro_batches(layout) * len(stages):
+        # all at once: gradients begin when the first pass has let go of its activations
+        moments = [(passes, 0), (passes - 1, summed)]
+    at_loss = [
+        {
+            "gradients": gradients,
+            "activations": _activations(plan, facts, passes, stages),
+            "logits": _logits(plan, facts, tokens) if sizes.head else 0,
+            "buffers": gathered + 2 * sizes.layer * c + received + _context_masks(plan, facts),
+        }
+        for passes, gradients in moments
+        if passes
+    ]
     at_end = {
         "gradients": own * FP32,
-        "activations": kept,
+        "activations": _kept(plan, facts),
         "logits": 0,
-        "buffers": sizes.outer * (2 * c + FP32) + 2 * sizes.layer * (c + FP32),
+        "buffers": sizes.outer * (2 * c + r) + 2 * sizes.layer * (c + r),
     }
-    peak = max(at_loss, at_end, key=lambda parts: sum(parts.values()))
+    if layout.pp > 1:
+        at_end["activations"] = 0
+        at_end["gradients"] += sizes.total * r
+        largest = max(sizes.layer, sizes.outer)
+        at_end["buffers"] = sizes.total * c + largest * r + received
+    peak = max(*at_loss, at_end, key=lambda parts: sum(parts.values()))
     states = {"weights": own * FP32, "optimizer": 2 * own * FP32}
     return {**states, **peak, "kv_cache": 0}
 
 
+def _kept(plan: Plan, facts: ModelFacts) -> int:
+    """Bytes that one layer keeps of one micro-batch."""
+    layout = plan.layout
+    per_token = activation_bytes_per_token(
+        facts,
+        tp=layout.tp,
+        compute_bytes=plan.precision.compute_bytes,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    per_token += context_bytes_per_token(facts, layout, plan.precision.compute_bytes)
+    return per_token * local_tokens(plan)
+
+
+def _activations(plan: Plan, facts: ModelFacts, passes: int, stages: Sequence[StageSpec]) -> int:
+    """What so many forward passes of a stage have kept."""
+    layout, train, c = plan.layout, plan.train, plan.precision.compute_bytes
+    tokens = local_tokens(plan)
+    kept = _kept(plan, facts)
+    masked = tokens * masked_bytes_per_token(
+        facts, tp=layout.tp, compute_bytes=c, seq_len=train.seq_len
+    )
+    outside = tokens // layout.sequence_parts  # of the sequence, between the split regions
+    inputs = facts.hidden_size * c * outside
+    # the last norm's input and output; the head's input, its trained part and their gradient
+    last = facts.hidden_size * ((FP32 + c) * outside + 3 * c * tokens)
+    whole = kept + masked * facts.num_sliding_layers / facts.num_layers
+    layers = sum(len(stage.layers) for stage in stages) / len(stages)
+    again = 0.0  # layers that are computed again, of which one is at a time
+    little, one = 0, 0
+    if train.checkpointing != "none":
+        again, one = math.ceil(layers / train.checkpoint_every), kept + masked
+        little = inputs
+    if train.checkpointing == "selective":
+        little += tokens * _selective_bytes_per_token(facts, layout, c)
+    activations = passes * ((layers - again) * whole + again * little) + one
+    return int(activations) + (last if any(stage.is_last for stage in stages) else 0)
+
+
+def _selective_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int:
+    """The results of a layer's matrix products and of its attention."""
+    tp = layout.tp
+    q, kv = facts.q_size // tp, facts.kv_size // min(tp, facts.num_kv_heads)
+    products = q + 2 * kv + 2 * facts.hidden_size + 2 * (facts.intermediate_size // tp)
+    return (products + q) * c + facts.num_heads // tp * FP32
+
+
+def _received_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> int:
+    """Buffers for what neighbours send: of every micro-batch, for the whole step."""
+    layout, train = plan.layout, plan.train
+    tokens = local_tokens(plan) // layout.sequence_parts
+    ways = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
+    one = tokens * facts.hidden_size * plan.precision.compute_bytes
+    return ways * train.num_micro_batches(layout) * one if layout.pp > 1 else 0
+
+
 def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
-    """The logits with their gradient and one fp32 chunk (two from bf16), or, a moment later, the
-    gradient alone with that of the head's weight."""
+    """One chunk of logits, which become their own gradient, and the gradient of the head's
+    weight, summed in fp32; in bf16 also a copy of the chunk and the sum's last product."""
     vocab, c = -(-facts.vocab_size // plan.layout.tp), plan.precision.compute_bytes
-    chunks = 1 if c == FP32 else 2
-    chunk = chunks * vocab * FP32 * min(tokens, LOSS_CHUNK_TOKENS)
-    one = vocab * c * tokens
-    return max(2 * one + chunk, one + vocab * facts.hidden_size * c)
+    copy = 0 if c == FP32 else c
+    chunk = vocab * min(tokens, LOSS_CHUNK_TOKENS) * (FP32 + copy)
+    return chunk + vocab * facts.hidden_size * (FP32 + copy)
 
 
 def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
@@ -149,11 +299,16 @@ def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     context = plan.serve.context or facts.max_positions
     layer = (2 * facts.hidden_size + 4 * facts.intermediate_size // tp + 2 * facts.q_size // tp) * c
     return {
-        "weights": (facts.num_layers * sizes.layer + sizes.outer) * c,
+        "weights": sizes.total * c,
         "gradients": 0,
         "optimizer": 0,
         "activations": layer * context,
         "logits": 2 * facts.vocab_size * FP32,
         "buffers": 0,
-        "kv_cache": 2 * facts.num_layers * (facts.kv_size // tp) * c * context,
+        "kv_cache": 2
+        * facts.num_layers
+        * facts.kv_size
+        // min(tp, facts.num_kv_heads)
+        * c
+        * context,
     }

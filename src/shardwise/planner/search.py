@@ -16,9 +16,12 @@ from shardwise.planner.layout import (
 )
 from shardwise.planner.machine import Machine
 from shardwise.planner.memory import predict_memory
+from shardwise.planner.stages import why_not_scheduled
 from shardwise.planner.timing import step_time, traffic
 
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
+_MODES = ["none", "selective", "full"]
+"""of recomputation, each cheaper in memory and dearer in time than the one before"""
 MEMORY_EVIDENCE = "analytic, within 5% of measured runs on CPU; not measured on accelerators"
 
 
@@ -124,27 +127,30 @@ def _sharded(
     options = []
     illegal = [] if fixed else _illegal(plan, facts, count)
     for layout in layouts:
-        too_few = why_too_few_rows(_with(plan, layout))
-        if too_few is not None:
-            illegal.append((str(layout), too_few))
+        asked = _with(plan, layout)
+        shapes = _shapes(asked, facts, fixed=fixed)
+        reason = why_too_few_rows(asked)
+        if reason is None and not shapes:
+            reason = why_not_scheduled(_train(asked, micro_batch=1), facts)
+        if reason is not None:
+            illegal.append((str(layout), reason))
             continue
-        shaped = [
-            _option(_name(candidate), candidate, facts, machine)
-            for candidate in _shapes(_with(plan, layout), fixed=fixed)
-        ]
+        shaped = [_option(_name(shape), shape, facts, machine) for shape in shapes]
         options.append(
             min(shaped, key=lambda o: (not o.fits, _cost(o) if o.fits else o.memory.total))
         )
     return options, illegal
 
 
-def _shapes(plan: Plan, *, fixed: bool) -> list[Plan]:
+def _shapes(plan: Plan, facts: ModelFacts, *, fixed: bool) -> list[Plan]:
     """A layout with every micro-batch up to the one asked for, without and with recomputation."""
     if fixed or plan.task == "serve":
         return [plan]
     sizes = [n for n in range(plan.train.micro_batch, 0, -1) if plan.train.micro_batch % n == 0]
-    modes = ["none", "full"] if plan.train.checkpointing == "none" else ["full"]
-    return [_train(plan, micro_batch=size, checkpointing=mode) for mode in modes for size in sizes]
+    modes = _MODES[_MODES.index(plan.train.checkpointing) :]
+    shapes = [_train(plan, micro_batch=n, checkpointing=mode) for mode in modes for n in sizes]
+    # a larger micro-batch makes fewer of them, perhaps too few for the pipeline
+    return [shape for shape in shapes if why_not_scheduled(shape, facts) is None]
 
 
 def _illegal(plan: Plan, facts: ModelFacts, count: int) -> list[tuple[str, str]]:
@@ -201,7 +207,7 @@ def _option(name: str, plan: Plan, facts: ModelFacts, machine: Machine | None) -
 def _cost(option: Option) -> tuple[float, ...]:
     """Fastest first; unmeasured, recomputation costs most, then traffic, then small passes."""
     train, layout = option.plan.train, option.plan.layout
-    recompute = float(train.checkpointing == "full")
+    recompute = float(_MODES.index(train.checkpointing))
     # without a measurement, more devices are taken to be worth more than their traffic
     unmeasured = (
         recompute,
@@ -220,7 +226,7 @@ def _why_slower(option: Option, chosen: Option) -> str:
     if option.plan.layout.world_size < chosen.plan.layout.world_size:
         return f"leaves {_count(option.plan) - option.plan.layout.world_size} device(s) idle"
     if option.plan.train.checkpointing != chosen.plan.train.checkpointing:
-        return "fits only with its activations recomputed, a third more compute"
+        return f"fits only with train.checkpointing={option.plan.train.checkpointing}"
     return (
         f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
         f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"
@@ -231,7 +237,8 @@ def _name(plan: Plan) -> str:
     if plan.task == "serve":
         return str(plan.layout)
     train = plan.train
-    recompute = ", checkpointing=full" if train.checkpointing == "full" else ""
+    mode = train.checkpointing
+    recompute = "" if mode == "none" else f", checkpointing={mode}"
     return f"{plan.layout}, micro_batch={train.micro_batch}{recompute}"
 
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import Plan
 from shardwise.models.facts import ModelFacts
 from shardwise.planner.machine import Machine, Op
-from shardwise.planner.memory import FP32, RankSizes, activation_bytes_per_token
+from shardwise.planner.memory import (
+    FP32,
+    LOSS_CHUNK_TOKENS,
+    RankSizes,
+    activation_bytes_per_token,
+    is_kv,
+    local_shapes,
+    local_tokens,
+    stages_of_rank,
+)
+from shardwise.planner.stages import StageSpec, bubble, head_cost, layer_costs, stages_of
 
 _TRAFFIC_PER_KEPT_BYTE = 10
 """Bytes that a layer's element-wise operations read and write, forward and backward, for each byte
@@ -47,84 +59,218 @@ class StepTime:
         return self.compute_s + self.memory_s + self.collectives_s
 
 
-def traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
+def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
     """Every collective of one optimizer step of a training plan.
 
     Parameters are gathered in the compute dtype: by ZeRO-3 each layer twice a micro-batch (forward
     and backward) and the outer group once, by ZeRO-2 everything once a micro-batch, by ZeRO-1 once
-    a step. Gradients are reduced in fp32, then summed over the replicas. Tensor parallelism sums
-    the outputs of attention and MLP forward (attention again when activations are recomputed,
-    which stops at the last thing that is needed), the gradients of their two inputs and of q and
-    k norms backward, and three numbers a token for the loss. Scalars (loss, norm) are left out.
+    a step. Gradients are reduced in the dtype that the plan says, then summed over the replicas.
+    Tensor parallelism sums the outputs of attention and MLP forward (attention again when
+    activations are recomputed, which stops at the last thing that is needed) and the gradients of
+    their inputs backward, or gathers and scatters them under sequence parallelism; and two numbers
+    a token for the loss.
+    A pipeline sends each micro-batch's hidden states on and their gradients back, and sums the
+    gradients of a tied embedding over its two ends. Scalars (loss, norm) are left out.
 
     tests/ranks/test_traffic.py compares it with the collectives that a real step runs.
+
+    Args:
+        rank: position on the `pp` axis.
     """
-    layout, c = plan.layout, plan.precision.compute_bytes
-    sizes = RankSizes.of(facts, layout.tp)
+    layout, c, r = plan.layout, plan.precision.compute_bytes, plan.precision.reduce_bytes
+    stages = stages_of_rank(plan, facts, rank)
+    sizes = RankSizes.of(facts, layout.tp, stages)
     num_micro = plan.train.num_micro_batches(layout)
-    recompute = plan.train.checkpointing == "full"
     lines = []
-    for group, count in ((sizes.layer, facts.num_layers), (sizes.outer, 1)):
+    for group, count in _fsdp_groups(sizes, facts, plan, stages):
         gathers = 1 if layout.zero == 1 else num_micro
         if layout.zero == 3 and group == sizes.layer:
             gathers *= 2
         reductions = 1 if layout.reduces_once else num_micro
         moved: list[tuple[str, Op, int, int]] = [
             ("fsdp", "all_gather", count * gathers, group * c),
-            ("fsdp", "reduce_scatter", count * reductions, group * FP32),
-            ("dp", "all_reduce", count * reductions, -(-group // layout.fsdp) * FP32),
+            ("fsdp", "reduce_scatter", count * reductions, group * r),
+            ("dp", "all_reduce", count * reductions, -(-group // layout.num_shards) * r),
         ]
         lines += [
             Collective(axis=axis, op=op, count=times, num_bytes=num_bytes)
             for axis, op, times, num_bytes in moved
-            if getattr(layout, axis) > 1
+            if (layout.num_shards if axis == "fsdp" else layout.dp) > 1
         ]
+    if layout.cp > 1:
+        lines += _context_traffic(plan, facts, stages)
     if layout.tp > 1:
-        tokens = plan.train.micro_batch * plan.train.seq_len
-        layers = facts.num_layers * num_micro
-        hidden = layers * (5 if recompute else 4) + 2 * num_micro
-        sums = [
-            (hidden, tokens * facts.hidden_size * c),
-            (2 * layers if facts.family.qk_norm else 0, facts.head_dim * FP32),
-            (num_micro, tokens * FP32),
-            (num_micro, 2 * tokens * FP32),
-        ]
-        lines += [
-            Collective(axis="tp", op="all_reduce", count=count, num_bytes=num_bytes)
-            for count, num_bytes in sums
-            if count
-        ]
+        lines += _tensor_traffic(plan, facts, stages)
+    if layout.pp > 1:
+        lines += _pipeline_traffic(plan, facts, stages)
     return lines
 
 
-def step_flops(plan: Plan, facts: ModelFacts) -> float:
+def _fsdp_groups(
+    sizes: RankSizes, facts: ModelFacts, plan: Plan, stages: Sequence[StageSpec]
+) -> list[tuple[int, int]]:
+    """Values of each FSDP group of a rank, and how many groups are like it."""
+    outer = [RankSizes.of(facts, plan.layout.tp, [stage]).outer for stage in stages]
+    return [(sizes.layer, sizes.num_layers), *((values, 1) for values in outer if values)]
+
+
+def _context_traffic(
+    plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]
+) -> list[Collective]:
+    """Keys and values of the whole sequence, to each rank; their gradients back."""
+    layout, c = plan.layout, plan.precision.compute_bytes
+    layers = sum(len(stage.layers) for stage in stages)
+    count = layers * plan.train.num_micro_batches(layout)
+    kv = facts.kv_size // min(layout.tp, facts.num_kv_heads)
+    whole = 2 * kv * c * local_tokens(plan) * layout.cp
+    gathers = count + _recomputed(plan, stages)
+    return [
+        Collective(axis="cp", op="all_gather", count=gathers, num_bytes=whole),
+        Collective(axis="cp", op="reduce_scatter", count=count, num_bytes=whole),
+    ]
+
+
+def _recomputed(plan: Plan, stages: Sequence[StageSpec]) -> int:
+    """Passes of one layer that a rank runs a second time in a step."""
+    train = plan.train
+    if train.checkpointing == "none":
+        return 0
+    layers = sum(-(-len(stage.layers) // train.checkpoint_every) for stage in stages)
+    return layers * train.num_micro_batches(plan.layout)
+
+
+def _pipeline_traffic(
+    plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]
+) -> list[Collective]:
+    """What a rank sends to the ranks of the stages before and after its own."""
+    layout, train = plan.layout, plan.train
+    tokens = local_tokens(plan) // layout.sequence_parts
+    hidden = tokens * facts.hidden_size * plan.precision.compute_bytes
+    ranks = [stage.rank for stage in stages_of(plan, facts)]
+    others = [
+        neighbour
+        for stage in stages
+        for neighbour in (stage.index - 1, stage.index + 1)
+        if 0 <= neighbour < len(ranks) and ranks[neighbour] != stage.rank
+    ]
+    lines = []
+    if others:
+        count = len(others) * train.num_micro_batches(layout)
+        lines.append(Collective(axis="pp", op="send", count=count, num_bytes=hidden))
+    at_one_end = sum(stage.is_first or stage.is_last for stage in stages) == 1
+    if facts.tied and at_one_end:
+        table = _fsdp_share(
+            (-(-facts.vocab_size // layout.tp), facts.hidden_size), layout.num_shards
+        )
+        lines.append(Collective(axis="pp", op="all_reduce", count=1, num_bytes=table * FP32))
+    return lines
+
+
+def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[Collective]:
+    """Collectives of the `tp` axis. Each layer has two split regions, and the head is one."""
+    layout, train = plan.layout, plan.train
+    num_micro = train.num_micro_batches(layout)
+    layers = num_micro * sum(len(stage.layers) for stage in stages)
+    first = num_micro if any(stage.is_first for stage in stages) else 0
+    last = num_micro if any(stage.is_last for stage in stages) else 0
+    recompute = _recomputed(plan, stages)
+    whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
+    targets = local_tokens(plan) - (train.micro_batch if layout.cp == 1 else 0)
+    lines: list[tuple[Op, int, int]] = []
+    for begin in range(0, targets, LOSS_CHUNK_TOKENS):
+        chunk = min(LOSS_CHUNK_TOKENS, targets - begin)
+        lines.append(("all_gather", last, layout.tp * 2 * chunk * FP32))
+    if layout.sequence_parallel:
+        # in and out of a region, and the other way back; the embedding is cut once
+        lines.append(("all_gather", 4 * layers + 2 * recompute + first + last, whole))
+        lines.append(("reduce_scatter", 4 * layers + recompute + last, whole))
+        lines.append(("all_reduce", first, whole))
+    else:
+        lines.append(("all_reduce", 4 * layers + recompute + first + last, whole))
+    lines += [("all_reduce", 1, num_bytes) for num_bytes in _partial_bytes(plan, facts, stages)]
+    return [
+        Collective(axis="tp", op=op, count=count, num_bytes=num_bytes)
+        for op, count, num_bytes in lines
+        if count
+    ]
+
+
+def _partial_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[int]:
+    """Gradients that are summed over ranks after the last backward pass: of what is not split
+    but used on other heads or, with sequence parallelism, tokens; and of repeated KV heads."""
+    layout = plan.layout
+    held = local_shapes(facts, layout.tp)
+    split = layout.sequence_parallel
+    whole = [
+        name
+        for name, shape in held.items()
+        if shape == facts.layer_shapes[name] and (split or "q_norm" in name or "k_norm" in name)
+    ]
+    repeated = [name for name in held if is_kv(name)] if layout.tp > facts.num_kv_heads else []
+    num_layers = sum(len(stage.layers) for stage in stages)
+    sums = []
+    for names in (set(whole) - set(repeated), repeated):
+        values = sum(_fsdp_share(held[name], layout.num_shards) for name in names) * num_layers
+        if names is not repeated and split and any(stage.is_last for stage in stages):
+            values += _fsdp_share((facts.hidden_size,), layout.num_shards)  # the last norm
+        sums.append(values * FP32)
+    return [num_bytes for num_bytes in sums if num_bytes]
+
+
+def _fsdp_share(shape: tuple[int, ...], fsdp: int) -> int:
+    return -(-shape[0] // fsdp) * math.prod(shape[1:])
+
+
+def step_flops(plan: Plan, facts: ModelFacts, rank: int = 0) -> float:
     """Floating-point operations of one rank in one optimizer step.
 
-    6 per matrix parameter and token (8 with full recomputation), and attention over half of the
-    sequence on average (causal): 12 * layers * q_size * seq_len / 2 per token.
+    6 for each multiply-add of the forward pass (8 with full recomputation): a matrix parameter
+    and token, or an attention score over half of the sequence on average (causal).
+
+    Args:
+        rank: position on the `pp` axis.
     """
     layout, train = plan.layout, plan.train
     tokens = train.num_micro_batches(layout) * train.micro_batch * train.seq_len
-    matrices = facts.num_layers * facts.num_layer_parameters + facts.vocab_size * facts.hidden_size
-    attention = facts.num_layers * facts.q_size * train.seq_len
-    factor = 8 if train.checkpointing == "full" else 6
-    return factor * tokens * (matrices + attention) / layout.tp
+    stages = stages_of_rank(plan, facts, rank)
+    costs = layer_costs(plan, facts)
+    work = sum(costs[layer] for stage in stages for layer in stage.layers)
+    if any(stage.is_last for stage in stages):
+        work += head_cost(facts)
+    again = 2 / train.checkpoint_every if train.checkpointing == "full" else 0
+    return (6 + again) * tokens * work / layout.tp / layout.cp
 
 
 def step_time(plan: Plan, facts: ModelFacts, machine: Machine) -> StepTime:
-    """Predict the seconds of one optimizer step on a probed machine."""
+    """Predict the seconds of one optimizer step on a probed machine: of its slowest stage, and
+    longer by what a pipeline idles."""
+    ranks = [_rank_time(plan, facts, machine, rank) for rank in range(plan.layout.pp)]
+    return max(ranks, key=lambda time: time.total_s)
+
+
+def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> StepTime:
     layout, train = plan.layout, plan.train
-    tokens = train.num_micro_batches(layout) * train.micro_batch * train.seq_len
+    tokens = train.num_micro_batches(layout) * local_tokens(plan)
     c = plan.precision.compute_bytes
-    kept = activation_bytes_per_token(facts, tp=layout.tp, compute_bytes=c) * facts.num_layers
-    logits = 4 * facts.vocab_size // layout.tp * FP32  # softmax twice, in fp32
-    own = facts.num_parameters / (layout.tp * layout.fsdp)
-    updates = own * FP32 * 7  # AdamW reads four tensors and writes three
-    ledger = traffic(plan, facts)
-    copies = _COPIES_PER_FSDP_BYTE * sum(x.bytes_per_step for x in ledger if x.axis != "tp")
-    moved = (_TRAFFIC_PER_KEPT_BYTE * kept + logits) * tokens + updates + copies
+    stages = stages_of_rank(plan, facts, rank)
+    sizes = RankSizes.of(facts, layout.tp, stages)
+    kept = sizes.num_layers * activation_bytes_per_token(
+        facts, tp=layout.tp, compute_bytes=c, sequence_parallel=layout.sequence_parallel
+    )
+    logits = 0  # maximum, power, sum and softmax are made in place
+    if sizes.head:
+        logits = 6 * facts.vocab_size // layout.tp * FP32
+    updates = (
+        sizes.total / layout.num_shards * FP32 * 7
+    )  # AdamW reads four tensors and writes three
+    ledger = traffic(plan, facts, rank)
+    sharded = sum(x.bytes_per_step for x in ledger if x.axis in ("dp", "fsdp"))
+    passes = (_TRAFFIC_PER_KEPT_BYTE * kept + logits) * tokens
+    longer = 1 + bubble(plan)
+    flops = machine.matmul_flops[plan.precision.compute]
+    moved = longer * passes + updates + _COPIES_PER_FSDP_BYTE * sharded
     return StepTime(
-        compute_s=step_flops(plan, facts) / machine.matmul_flops[plan.precision.compute],
+        compute_s=longer * step_flops(plan, facts, rank) / flops,
         memory_s=moved / machine.memory_bytes_per_s,
         collectives_s=sum(
             line.count * machine.collective_s(line.op, line.num_bytes) for line in ledger

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.parallel.data import COMPUTE_DTYPES
+from shardwise.parallel.data import DTYPES
 from shardwise.parallel.mesh import Mesh
 from shardwise.planner.machine import Machine, Op, Timing
 
@@ -26,13 +26,13 @@ def run_probe(folder: Path, mesh: Mesh) -> None:
     """Measure on every rank at once; rank 0 writes the slowest rank's numbers."""
     device = mesh.device
     group = mesh.group("fsdp")
-    flops = {name: _matmul_flops(device, dtype) for name, dtype in COMPUTE_DTYPES.items()}
+    flops = {name: _matmul_flops(device, dtype) for name, dtype in DTYPES.items()}
     stream = _stream_bytes_per_s(device)
     timings = [
         Timing(
             op=op, num_bytes=size, seconds=_slowest(_collective_s(op, size, device, group), device)
         )
-        for op in ("all_reduce", "all_gather", "reduce_scatter")
+        for op in ("all_reduce", "all_gather", "reduce_scatter", "send")
         for size in _SIZES
     ]
     machine = Machine(
@@ -64,12 +64,28 @@ def _collective_s(op: Op, num_bytes: int, device: torch.device, group: dist.Proc
     num_ranks = dist.get_world_size(group)
     whole = torch.ones(num_bytes // 4 // num_ranks * num_ranks, device=device)
     part = torch.ones(whole.numel() // num_ranks, device=device)
+    received = torch.empty_like(whole)
     run: dict[Op, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "send": lambda: _send_around(whole, received, group),
     }
     return _seconds(run[op], device, budget_s=0.5)
+
+
+def _send_around(mine: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """To the next rank, and from the one before."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if num_ranks == 1:
+        received.copy_(mine)
+        return
+    steps = [
+        dist.P2POp(dist.isend, mine, group=group, group_peer=(rank + 1) % num_ranks),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % num_ranks),
+    ]
+    for work in dist.batch_isend_irecv(steps):
+        work.wait()
 
 
 def _seconds(run: Callable[[], object], device: torch.device, budget_s: float = 1.0) -> float:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwise import console
 from shardwise.config import Plan
 from shardwise.models.facts import read_facts
-from shardwise.parallel.data import COMPUTE_DTYPES
+from shardwise.parallel.data import DTYPES
 from shardwise.parallel.mesh import Mesh
 from shardwise.server.api import run_api
 from shardwise.server.engine import Engine, follow
@@ -19,7 +19,7 @@ from shardwise.weights.load import load_model
 
 def run_serve(plan: Plan, mesh: Mesh) -> None:
     """Load this rank's part of the model and serve until told to stop."""
-    model = load_model(plan, mesh, COMPUTE_DTYPES[plan.precision.compute]).eval()
+    model = load_model(plan, mesh, DTYPES[plan.precision.compute]).model.eval()
     context = plan.serve.context or read_facts(plan.model).max_positions
     if dist.get_rank() > 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when it is over

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from shardwise.config import PLAN_FILE, Plan
 from shardwise.errors import UserError
 from shardwise.parallel._torch import HuggingFaceStorageWriter
 from shardwise.parallel.grads import local_part
+from shardwise.parallel.sharded import ShardedModel
 from shardwise.trainer.state import STATE_FILE, State, read_state
 from shardwise.weights.index import open_index
 from shardwise.weights.load import local_box, read_into
@@ -31,7 +31,7 @@ _FILE_BYTES = 64 * 2**20
 
 def save_checkpoint(
     path: Path,
-    model: nn.Module,
+    sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
     state: State,
@@ -48,10 +48,11 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    params = {name: param.detach() for name, param in model.named_parameters()}
+    mine = dict(sharded.named_parameters(copies=False))
+    params = {name: param.detach() for name, param in mine.items()}
     moments = {
         f"{moment}/{name}": optimizer.state[param][moment]
-        for name, param in model.named_parameters()
+        for name, param in mine.items()
         for moment in _MOMENTS
     }
     for folder, tensors in (("model", params), ("optimizer", moments)):
@@ -80,13 +81,16 @@ def _buckets(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Tensor name -> number of the file (from 1) it goes to.
 
     The writer holds a file in memory until it is written, so each rank's part of it is bounded.
-    Computed from full sizes, which are the same on every rank.
+    Computed from the full sizes of what all ranks have, so that they all find the same.
     """
+    here = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    everywhere: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    sizes = {name: size for one in everywhere for name, size in one.items()}
     limit = _FILE_BYTES * dist.get_world_size()
     numbers: dict[str, int] = {}
     number, size = 1, 0
-    for name, tensor in tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()  # of the full tensor
+    for name, num_bytes in sorted(sizes.items()):
         if size and size + num_bytes > limit:
             number, size = number + 1, 0
         numbers[name] = number
@@ -94,11 +98,11 @@ def _buckets(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return numbers
 
 
-def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Read the moments of a checkpoint, each rank its own slices, whatever layout wrote them."""
     index = open_index(path / "optimizer")
     step = read_state(path).step
-    for name, param in model.named_parameters():
+    for name, param in sharded.stored_names():
         state = optimizer.state[param]
         state["step"] = torch.tensor(float(step), device=local_part(param).device)
         for moment in _MOMENTS:

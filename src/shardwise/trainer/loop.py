@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from shardwise import console
 from shardwise.config import Plan
+from shardwise.parallel.context import own_columns
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.sharded import ShardedModel
 from shardwise.probe.process import peak_bytes
 from shardwise.trainer.checkpoint import load_optimizer, save_checkpoint
 from shardwise.trainer.data.batches import Batch, micro_batches, rows_of_step, steps_per_epoch
@@ -49,7 +50,7 @@ class Run:
     mesh: Mesh
     rows: Rows
     eval_rows: Rows | None
-    model: PreTrainedModel
+    sharded: ShardedModel
     optimizer: torch.optim.Optimizer
     start: int
     """optimizer steps done before"""
@@ -113,10 +114,10 @@ def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
     """Load the model (or the newest checkpoint) and the rows."""
     checkpoints = complete_checkpoints(folder)
     source = str(checkpoints[-1] / "model") if checkpoints else plan.model
-    model = load_model(plan.model_copy(update={"model": source}), mesh, torch.float32)
-    optimizer = make_optimizer(model, plan.train)
+    sharded = load_model(plan.model_copy(update={"model": source}), mesh, torch.float32)
+    optimizer = make_optimizer(sharded, plan.train)
     if checkpoints:
-        load_optimizer(checkpoints[-1], model, optimizer)
+        load_optimizer(checkpoints[-1], sharded, optimizer)
     eval_folder = work / EVAL_ROWS
     return Run(
         plan=plan,
@@ -125,7 +126,7 @@ def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
         mesh=mesh,
         rows=open_rows(work / TRAIN_ROWS),
         eval_rows=open_rows(eval_folder) if eval_folder.exists() else None,
-        model=model,
+        sharded=sharded,
         optimizer=optimizer,
         start=read_state(checkpoints[-1]).step if checkpoints else 0,
     )
@@ -153,7 +154,7 @@ def _run_step(run: Run, step: int) -> StepRecord:
     numbers = rows_of_step(len(run.rows), train.global_batch, step, train.seed)
     rate = learning_rate_at(step, run.num_steps, train)
     batches = _batches(run, run.rows, numbers)
-    result = train_step(run.model, run.optimizer, batches, run.mesh, train, rate)
+    result = train_step(run.sharded, run.optimizer, batches, run.mesh, train, rate)
     num_tokens = sum(len(run.rows[number][0]) for number in numbers)
     seconds = time.perf_counter() - began
     return StepRecord(result=result, num_tokens=num_tokens, seconds=seconds)
@@ -163,7 +164,7 @@ def _save(run: Run, step: int, loss: float) -> None:
     order = row_order(run.plan, run.work / TRAIN_ROWS)
     save_checkpoint(
         checkpoint_dir(run.folder, step),
-        run.model,
+        run.sharded,
         run.optimizer,
         run.plan,
         State(step=step, row_order=order, loss=loss),
@@ -178,6 +179,9 @@ def _batches(run: Run, rows: Rows, numbers: Sequence[int]) -> list[Batch]:
         micro_batch=run.plan.train.micro_batch,
         data_rank=run.mesh.data_rank,
         num_data_ranks=run.plan.layout.num_data_ranks,
+        multiple=run.plan.layout.sequence_multiple,
+        same_shape=run.plan.layout.pp > 1,
+        columns=own_columns(run.mesh),
         device=run.mesh.device,
     )
 
@@ -188,7 +192,7 @@ def _evaluate(run: Run, step: int) -> float | None:
     if run.is_first:
         console.out.print(f"evaluating {len(run.eval_rows)} rows at step {step} ...")
     batches = _batches(run, run.eval_rows, range(len(run.eval_rows)))
-    return evaluate(run.model, batches, run.mesh)
+    return evaluate(run.sharded, batches, run.mesh)
 
 
 def _is_save_step(run: Run, step: int) -> bool:

@@ -1,4 +1,9 @@
-"""Token-sum cross-entropy on logits that may be split over the vocabulary."""
+"""Token-sum cross-entropy of the head's logits, which never exist whole.
+
+The head's product and the loss are one function: it takes a few hundred tokens at a time, and
+makes their gradients as soon as their logits are there, so that no pass is done twice. Tokens that
+are not trained (prompts, padding) are left out before the product.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ IGNORE = -100
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Move each row's labels one to the left, so that logits[t] is judged by token t + 1.
+    """Move each row's labels one to the left, so that position t is judged by token t + 1.
 
     Args:
         labels: [rows, tokens].
@@ -25,76 +30,111 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def cross_entropy_sum(
-    logits: torch.Tensor,
+def head_loss_sum(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
     labels: torch.Tensor,
     *,
     vocab: range,
     group: dist.ProcessGroup | None,
+    twice: bool = False,
 ) -> torch.Tensor:
-    """Sum over tokens of -log softmax(logits)[label], in fp32; tokens with IGNORE add nothing.
+    """Sum over tokens of -log softmax(hidden @ weight.T)[label]; tokens with IGNORE add nothing.
 
     Args:
-        logits: [rows, tokens, len(vocab)], this rank's chunk of the vocabulary.
+        hidden: [rows, tokens, hidden], the input of the head, in the compute dtype.
+        weight: [len(vocab), hidden], this rank's rows of the head.
         labels: [rows, tokens], already shifted, ids of the whole vocabulary.
-        vocab: the ids of this rank's chunk.
-        group: ranks that hold the other chunks; None if the chunk is the whole vocabulary.
+        vocab: the ids of this rank's rows.
+        group: ranks that hold the other rows; None if these are all. Logits are never gathered:
+            what crosses ranks is two numbers a token from each.
+        twice: whether the backward pass is run once for inputs and once more for weights.
 
     Returns:
-        fp32 scalar, equal on every rank of the group. The logits are never gathered: what
-        crosses ranks is three numbers a token.
+        fp32 scalar, equal on every rank of the group.
     """
-    flat = logits.flatten(0, 1)
-    return _CrossEntropySum.apply(flat, labels.flatten(), vocab, group)
+    trained = labels != IGNORE
+    return _HeadLossSum.apply(hidden[trained], weight, labels[trained], vocab, group, twice)
 
 
-class _CrossEntropySum(torch.autograd.Function):
-    """Saves the logits themselves and one number a token; the softmax is computed twice."""
-
+class _HeadLossSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
         labels: torch.Tensor,
         vocab: range,
         group: dist.ProcessGroup | None,
+        twice: bool,
     ) -> torch.Tensor:
-        maxima = torch.cat([c.amax(-1).float() for c in logits.split(LOSS_CHUNK_TOKENS)])
-        if group is not None:
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        sums, targets = torch.empty_like(maxima), torch.empty_like(maxima)
-        for rows in _chunks(len(labels)):
-            chunk = logits[rows].float()
-            sums[rows] = (chunk - maxima[rows, None]).exp_().sum(-1)
-            here, ids = _local_ids(labels[rows], vocab)
-            targets[rows] = chunk.gather(1, ids[:, None])[:, 0].masked_fill(~here, 0.0)
-        if group is not None:
-            both = torch.stack((sums, targets))
-            dist.all_reduce(both, group=group)
-            sums, targets = both
-        log_norms = sums.log() + maxima
-        ctx.save_for_backward(logits, labels, log_norms)
-        ctx.vocab = vocab
-        return (log_norms - targets).masked_fill(labels == IGNORE, 0.0).sum()
+        total = torch.zeros((), device=hidden.device)
+        grads = _Grads(hidden, weight) if any(ctx.needs_input_grad) else None
+        for begin in range(0, len(labels), LOSS_CHUNK_TOKENS):
+            rows = slice(begin, begin + LOSS_CHUNK_TOKENS)
+            losses, logits_grad = _chunk(hidden[rows], weight, labels[rows], vocab, group)
+            total += losses.sum()
+            if grads is not None:
+                grads.add(rows, logits_grad)
+        ctx.twice = twice
+        ctx.grads = grads  # not by save_for_backward, which would keep a second reference
+        return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, labels, log_norms = ctx.saved_tensors
-        result = torch.empty_like(logits)
-        for rows in _chunks(len(labels)):
-            chunk = (logits[rows].float() - log_norms[rows, None]).exp_()
-            here, ids = _local_ids(labels[rows], ctx.vocab)
-            chunk.scatter_add_(1, ids[:, None], -here.float()[:, None])
-            chunk.masked_fill_((labels[rows] == IGNORE)[:, None], 0.0)
-            result[rows] = chunk.mul_(grad)
-        return result, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = ctx.grads
+        if ctx.twice:
+            return grads.hidden * grad, grads.weight * grad, None, None, None, None
+        ctx.grads = None
+        return grads.hidden.mul_(grad), grads.weight.mul_(grad), None, None, None, None
 
 
-def _chunks(num_tokens: int) -> list[slice]:
-    return [slice(i, i + LOSS_CHUNK_TOKENS) for i in range(0, num_tokens, LOSS_CHUNK_TOKENS)]
+class _Grads:
+    """The gradients of the head's input and weight, of a loss whose own gradient is one."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        self._inputs = hidden, weight
+        self.hidden = torch.empty_like(hidden)
+        # the sum over chunks is in fp32, as it is inside a single product
+        self.weight = torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, rows: slice, logits_grad: torch.Tensor) -> None:
+        """Take in the gradient of some tokens' logits."""
+        hidden, weight = self._inputs
+        logits_grad = logits_grad.to(weight.dtype)
+        torch.mm(logits_grad, weight, out=self.hidden[rows])
+        if weight.dtype == torch.float32:
+            self.weight.addmm_(logits_grad.T, hidden[rows])
+        else:
+            self.weight += logits_grad.T @ hidden[rows]
 
 
-def _local_ids(labels: torch.Tensor, vocab: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each label lies in this rank's chunk, and its position there (0 if not)."""
+def _chunk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    vocab: range,
+    group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of some tokens, and the gradient of their logits (softmax - one at the label)."""
+    logits = (hidden @ weight.T).float()
     here = (labels >= vocab.start) & (labels < vocab.stop)
-    return here, (labels - vocab.start).masked_fill(~here, 0)
+    ids = (labels - vocab.start).masked_fill(~here, 0)[:, None]
+    targets = logits.gather(1, ids)[:, 0].masked_fill(~here, 0.0)
+    maxima = logits.amax(-1)
+    powers = logits.sub_(maxima[:, None]).exp_()
+    log_norms = powers.sum(-1).log() + maxima
+    if group is not None:
+        log_norms, targets = _over_vocabulary(log_norms, targets, group)
+    softmax = powers.mul_((maxima - log_norms).exp()[:, None])
+    return log_norms - targets, softmax.scatter_add_(1, ids, -here.float()[:, None])
+
+
+def _over_vocabulary(
+    log_norms: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join the ranks' log-sum-exp and target logits, in one message."""
+    mine = torch.stack((log_norms, targets)).contiguous()
+    both = mine.new_empty(dist.get_world_size(group) * 2, len(targets))
+    dist.all_gather_into_tensor(both, mine, group=group)
+    return both[0::2].logsumexp(0), both[1::2].sum(0)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
 
 from shardwise.config import Train
+from shardwise.parallel.sharded import ShardedModel
 
 
-def make_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
+def make_optimizer(sharded: ShardedModel, train: Train) -> torch.optim.AdamW:
     """AdamW with fp32 moments on every rank's own shard; 1-D parameters do not decay.
 
     The fused kernel updates in place: it needs no temporary copy of the shard.
     """
-    params = [param for param in model.parameters() if param.requires_grad]
+    params = [param for _, param in sharded.named_parameters() if param.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},

@@ -10,16 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import Train
 from shardwise.errors import ShardwiseError
 from shardwise.parallel.data import begin_micro_batch, let_go
-from shardwise.parallel.grads import clip, global_norm
+from shardwise.parallel.grads import clip, global_norm, local_part
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.tensor import vocab_range
+from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.replicas import check_no_gradients, check_replicas
+from shardwise.parallel.sharded import ShardedModel
+from shardwise.parallel.tensor import region_of, vocab_range
 from shardwise.trainer.data.batches import Batch, num_targets
-from shardwise.trainer.loss import cross_entropy_sum, shift_labels
+from shardwise.trainer.loss import head_loss_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class StepResult:
 
 
 def train_step(
-    model: PreTrainedModel,
+    sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     mesh: Mesh,
@@ -47,16 +51,14 @@ def train_step(
         ShardwiseError: the loss or the norm is not finite; nothing has been updated then.
     """
     total_targets = _count(batches, mesh)
-    loss = torch.zeros((), device=mesh.device)
     optimizer.zero_grad()
-    for number, batch in enumerate(batches, start=1):
-        begin_micro_batch(model, mesh.layout, is_last=number == len(batches))
-        part = batch_loss_sum(model, batch, mesh) / max(1, total_targets)
-        part.backward()
-        loss += part.detach()
-    mesh.sum_over(loss, mesh.data_axes)
-    params = list(model.parameters())
-    norm = global_norm(params, mesh)
+    if train.check_replicas:
+        check_no_gradients(sharded)
+    loss = _accumulate(sharded, batches, max(1, total_targets))
+    sharded.finish_gradients()
+    params = [param for _, param in sharded.named_parameters()]
+    counted = [param for _, param in sharded.named_parameters(copies=False)]
+    norm = global_norm(counted, mesh)
     if not (torch.isfinite(loss) and torch.isfinite(norm)):
         raise ShardwiseError(
             f"the loss is {loss.item()} and the gradient norm {norm.item()}; the weights were not "
@@ -67,32 +69,104 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
+    if train.check_replicas:
+        check_replicas(sharded)
     return StepResult(loss=loss.item(), grad_norm=norm.item(), num_targets=total_targets)
 
 
+def _accumulate(sharded: ShardedModel, batches: Sequence[Batch], total: int) -> torch.Tensor:
+    """Forward and backward of every micro-batch; the step's loss, equal on every rank."""
+    mesh = sharded.mesh
+    if sharded.pipeline is not None:
+        loss = _run_pipeline(sharded, sharded.pipeline, batches, total, backward=True)
+    else:
+        (part,) = sharded.parts
+        loss = torch.zeros((), device=mesh.device)
+        for number, batch in enumerate(batches, start=1):
+            begin_micro_batch(part.root, mesh.layout, is_last=number == len(batches))
+            one = _batch_loss_sum(part.model, batch, mesh) / total
+            one.backward()
+            loss += one.detach()
+    return mesh.sum_over(loss, mesh.data_axes)
+
+
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, batches: Sequence[Batch], mesh: Mesh) -> float:
+def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> float:
     """Mean cross-entropy of all trained tokens of the given rows, in nats."""
-    model.eval()
-    total_targets = _count(batches, mesh)
-    loss = torch.zeros((), device=mesh.device)
-    for batch in batches:
-        loss += batch_loss_sum(model, batch, mesh)
-    model.train()
-    let_go(model)
-    return mesh.sum_over(loss, mesh.data_axes).item() / max(1, total_targets)
+    sharded.train(False)
+    total = max(1, _count(batches, mesh))
+    if sharded.pipeline is not None:
+        loss = _run_pipeline(sharded, sharded.pipeline, batches, total, backward=False)
+    else:
+        loss = torch.zeros((), device=mesh.device)
+        for batch in batches:
+            loss += _batch_loss_sum(sharded.model, batch, mesh) / total
+    sharded.train()
+    for part in sharded.parts:
+        let_go(part.root)
+    return mesh.sum_over(loss, mesh.data_axes).item()
 
 
-def batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
-    """Sum of the cross-entropy over a micro-batch's trained tokens (fp32 scalar)."""
-    ids, labels = batch
-    logits = model(input_ids=ids, use_cache=False).logits
-    return cross_entropy_sum(
-        logits,
-        shift_labels(labels),
-        vocab=vocab_range(model.config.vocab_size, mesh.group("tp")),
-        group=mesh.group("tp") if mesh.size("tp") > 1 else None,
+def _run_pipeline(
+    sharded: ShardedModel,
+    pipeline: Pipeline,
+    batches: Sequence[Batch],
+    total: int,
+    *,
+    backward: bool,
+) -> torch.Tensor:
+    """All micro-batches through all stages; the loss of this rank's rows, on every stage."""
+    mesh, last = sharded.mesh, sharded.parts[-1]  # if this rank has the last stage, it is here
+    ids, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+
+    def loss_function(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        head = last.model.get_output_embeddings()
+        return head_loss(hidden, head, targets, mesh, twice=pipeline.splits_backward) / total
+
+    loss = pipeline.run(
+        ids, targets, loss_function, num_micro_batches=len(batches), backward=backward
     )
+    return mesh.sum_over(loss, ["pp"])
+
+
+def _batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
+    """Sum of the cross-entropy over a micro-batch's trained tokens (fp32 scalar)."""
+    ids, targets = batch
+    head = model.get_output_embeddings()
+    return head_loss(_head_input(model, head, ids), head, targets, mesh)
+
+
+def head_loss(
+    hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, mesh: Mesh, *, twice: bool = False
+) -> torch.Tensor:
+    """Sum of the cross-entropy over the trained tokens of some rows (fp32 scalar).
+
+    Args:
+        hidden: [rows, tokens, hidden], what the model gives to its head.
+        targets: [rows, tokens], for each position the token that should come next.
+        twice: whether the backward pass is run once for inputs and once more for weights.
+    """
+    group = mesh.group("tp") if mesh.size("tp") > 1 else None
+    if group is not None:
+        hidden = region_of(mesh).enter(hidden)
+    return head_loss_sum(
+        hidden,
+        local_part(head.weight),
+        targets,
+        vocab=vocab_range(head.weight.shape[0], mesh.group("tp")),
+        group=group,
+        twice=twice,
+    )
+
+
+def _head_input(model: PreTrainedModel, head: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """What the model gives to its head: the logits are made with the loss, a few at a time."""
+    forward = head.forward
+    head.forward = lambda hidden: hidden
+    try:
+        return model(input_ids=ids, use_cache=False).logits
+    finally:
+        head.forward = forward
 
 
 def _count(batches: Sequence[Batch], mesh: Mesh) -> int:

@@ -32,7 +32,7 @@ class Check(Config):
 def run_logits(plan: Plan, folder: Path, mesh: Mesh) -> None:
     """Every rank: the sharded model's logits, in fp32 on weights rounded to the exported dtype."""
     check = parse(Check, read_yaml((folder / CHECK_FILE).read_text()), source=CHECK_FILE)
-    model = load_model(plan, mesh, torch.float32).eval()
+    model = load_model(plan, mesh, torch.float32).model.eval()
     with torch.no_grad():
         for param in model.parameters():
             local = local_part(param)

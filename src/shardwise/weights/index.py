@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.models.facts import EMBEDDING, HEAD
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OFFSETS_KEY = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes a piece's offset
 _MAX_HEADER_BYTES = 100 * 2**20
 _VALUE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel
 
 from shardwise.config import Plan
 from shardwise.models.build import build_on_meta, materialise
@@ -18,6 +16,7 @@ from shardwise.parallel._torch import is_strided_shard
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.sharded import ShardedModel
 from shardwise.planner.layout import check_plan
 from shardwise.weights.index import Piece, WeightIndex, open_index, verify
 
@@ -25,7 +24,7 @@ Box = tuple[slice, ...]
 """One range per dimension, in the coordinates of the full tensor."""
 
 
-def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> ShardedModel:
     """Build, shard and load the plan's model: the only way weights get into a model.
 
     Args:
@@ -39,11 +38,11 @@ def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> PreTrainedModel:
     check_plan(plan, facts)
     index = open_index(Path(plan.model))
     verify(index, facts.parameter_shapes, tied=facts.tied, compare_tied=False)
-    model = build_on_meta(plan.model, dtype)
-    parallelize(model, plan, mesh)
-    materialise(model, mesh.device)
-    load_weights(model, index)
-    return model
+    sharded = parallelize(lambda: build_on_meta(plan.model, dtype), plan, facts, mesh)
+    for part in sharded.parts:
+        materialise(part.model, mesh.device)
+    load_weights(sharded, index)
+    return sharded
 
 
 def local_box(tensor: torch.Tensor) -> Box:
@@ -66,7 +65,7 @@ def local_box(tensor: torch.Tensor) -> Box:
     return tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
 
 
-def load_weights(model: nn.Module, index: WeightIndex) -> int:
+def load_weights(sharded: ShardedModel, index: WeightIndex) -> int:
     """Fill the local part of every parameter from a verified index.
 
     Returns:
@@ -74,7 +73,7 @@ def load_weights(model: nn.Module, index: WeightIndex) -> int:
     """
     num_bytes = 0
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in sharded.stored_names():
             num_bytes += read_into(local_part(param), local_box(param), index.pieces[name], name)
     return num_bytes
 

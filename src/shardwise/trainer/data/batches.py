@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from shardwise.trainer.data.store import Rows
-from shardwise.trainer.loss import IGNORE
+from shardwise.trainer.loss import IGNORE, shift_labels
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""token ids [rows, tokens] and labels of the same shape, not shifted"""
+"""token ids [rows, tokens], and for each the token that should come next (IGNORE: not trained)"""
+
+
+Columns = Callable[[torch.Tensor], torch.Tensor]
+
+
+def whole_rows(rows: torch.Tensor) -> torch.Tensor:
+    """All columns."""
+    return rows
 
 
 def rows_of_step(num_rows: int, global_batch: int, step: int, seed: int) -> list[int]:
@@ -38,6 +46,9 @@ def micro_batches(
     micro_batch: int,
     data_rank: int,
     num_data_ranks: int,
+    multiple: int = 1,
+    same_shape: bool = False,
+    columns: Columns = whole_rows,
     device: torch.device,
 ) -> list[Batch]:
     """This rank's micro-batches of some rows.
@@ -45,24 +56,49 @@ def micro_batches(
     Every rank gets the same number of them, so that all take part in the same collectives; a
     rank that has run out of rows gets an empty row, which trains nothing. Rows are padded on the
     right: under a causal mask no real token sees the padding, so no attention mask is needed.
+
+    Args:
+        multiple: what the length of each micro-batch must be a multiple of, in tokens.
+        same_shape: whether all micro-batches get the shape of the largest, as a pipeline needs.
+        columns: which part of each row is this rank's; taken after the targets are known, so that
+            none is lost or invented where a row is cut.
     """
     num_batches = -(-len(numbers) // (num_data_ranks * micro_batch))
     mine = list(numbers[data_rank::num_data_ranks])
     chunks = [mine[i * micro_batch : (i + 1) * micro_batch] for i in range(num_batches)]
-    return [_pad([rows[row] for row in chunk], device) for chunk in chunks]
+    padded = [_pad([rows[row] for row in chunk], multiple) for chunk in chunks]
+    if same_shape:
+        padded = _same_shape(padded)
+    return [
+        (columns(ids).to(device), columns(shift_labels(labels)).to(device))
+        for ids, labels in padded
+    ]
 
 
-def _pad(rows: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> Batch:
-    length = max((len(ids) for ids, _ in rows), default=2)
+def _same_shape(batches: Sequence[Batch]) -> list[Batch]:
+    """Pad micro-batches to the most rows and the longest one, with what trains nothing."""
+    rows = max(len(ids) for ids, _ in batches)
+    length = max(ids.shape[1] for ids, _ in batches)
+
+    def pad(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        missing = (0, length - tensor.shape[1], 0, rows - len(tensor))
+        return torch.nn.functional.pad(tensor, missing, value=value)
+
+    return [(pad(ids, 0), pad(labels, IGNORE)) for ids, labels in batches]
+
+
+def _pad(rows: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int) -> Batch:
+    longest = max((len(ids) for ids, _ in rows), default=2)
+    length = -(-longest // multiple) * multiple
     ids = torch.zeros(max(len(rows), 1), length, dtype=torch.long)
     labels = torch.full_like(ids, IGNORE)
     for i, (row_ids, trained) in enumerate(rows):
         tokens = torch.from_numpy(row_ids.astype(np.int64))
         ids[i, : len(tokens)] = tokens
         labels[i, : len(tokens)] = tokens.masked_fill(~torch.from_numpy(trained.copy()), IGNORE)
-    return ids.to(device), labels.to(device)
+    return ids, labels
 
 
 def num_targets(batches: Sequence[Batch]) -> int:
-    """Tokens that the loss counts: trained ones, less a row's first."""
-    return sum(int((labels[:, 1:] != IGNORE).sum()) for _, labels in batches)
+    """Tokens that the loss counts."""
+    return sum(int((targets != IGNORE).sum()) for _, targets in batches)

@@ -1,0 +1,174 @@
+"""Pipeline parallelism: a model cut into stages, run by torch's pipeline schedules.
+
+A stage is the whole transformers model with what it does not own taken out, so that parameter
+names stay those of the model, and so do positions and masks, which the model itself derives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from transformers import PreTrainedModel
+
+from shardwise.models.build import Absent, decoder_layers
+from shardwise.parallel.mesh import Mesh
+from shardwise.planner.stages import SCHEDULES, StageSpec
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_CLASSES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+class Received(Absent):
+    """Stands where the layer before a stage's first one was, and gives what was received."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """The hidden states of the stage before, whatever the (absent) embedding has made."""
+        if self.hidden is None:
+            raise RuntimeError("a stage's model was run without its stage")
+        return self.hidden
+
+
+class Stage(nn.Module):
+    """A part of a causal language model: token ids or hidden states in, hidden states out.
+
+    The last stage gives the input of the head, whose logits are made with the loss.
+    """
+
+    def __init__(self, model: PreTrainedModel, spec: StageSpec, *, sequence_parts: int) -> None:
+        """Take out of `model` what the stage does not own.
+
+        Args:
+            sequence_parts: ranks that split the sequence of the hidden states between them.
+        """
+        super().__init__()
+        self.model = model
+        self._received: Received | None = None
+        self._sequence_parts = sequence_parts
+        layers = decoder_layers(model)
+        for index in set(range(len(layers))) - set(spec.layers):
+            layers[index] = Absent()
+        if not spec.is_first:
+            model.set_input_embeddings(Absent())
+            self._received = Received()
+            layers[spec.layers.start - 1] = self._received
+        if not spec.is_last:
+            model.base_model.norm = Absent()
+            model.set_output_embeddings(Absent())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the stage.
+
+        Args:
+            x: ids [rows, tokens] for the first stage, else hidden states
+                [rows, tokens / sequence parts, hidden].
+        """
+        body = self.model.base_model
+        if self._received is None:
+            return body(input_ids=x, use_cache=False).last_hidden_state
+        # positions and masks are made for the length of this; its values are never used
+        rows, tokens, width = x.shape
+        carrier = x.new_zeros(()).expand(rows, tokens * self._sequence_parts, width)
+        self._received.hidden = x
+        try:
+            return body(inputs_embeds=carrier, use_cache=False).last_hidden_state
+        finally:
+            self._received.hidden = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The stages of this rank, and how micro-batches go through them."""
+
+    mesh: Mesh
+    schedule: str
+    stages: Sequence[tuple[StageSpec, nn.Module]]
+    hidden_size: int
+    sequence_parts: int
+    dtype: torch.dtype
+    """of the hidden states that are sent"""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of inputs and of weights are made in two passes."""
+        return SCHEDULES[self.schedule].splits_backward
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        labels: torch.Tensor,
+        loss_function: LossFunction,
+        *,
+        num_micro_batches: int,
+        backward: bool,
+    ) -> torch.Tensor:
+        """Send all micro-batches through the pipeline, forward and (if asked for) backward.
+
+        Args:
+            ids: [micro-batches x rows, tokens]; the same on every rank of the `pp` axis.
+            labels: of the same shape.
+            loss_function: (input of the head, labels) of a micro-batch -> scalar.
+
+        Returns:
+            The sum of the losses on the rank that has the last stage, zero elsewhere.
+        """
+        rows = len(ids) // num_micro_batches
+        stages = [self._stage(spec, module, rows, ids) for spec, module in self.stages]
+        several = SCHEDULES[self.schedule].stages_per_rank > 1
+        runner = _CLASSES[self.schedule](
+            stages if several else stages[0],
+            n_microbatches=num_micro_batches,
+            loss_fn=loss_function,
+            scale_grads=False,
+        )
+        specs = [spec for spec, _ in self.stages]
+        arguments = (ids,) if any(spec.is_first for spec in specs) else ()
+        has_loss = any(spec.is_last for spec in specs)
+        losses: list[torch.Tensor] = []
+        go = runner.step if backward else runner.eval
+        go(
+            *arguments,
+            target=labels if has_loss else None,
+            losses=losses if has_loss else None,
+            return_outputs=False,
+        )
+        return sum((loss.detach() for loss in losses), torch.zeros((), device=ids.device))
+
+    def _stage(
+        self, spec: StageSpec, module: nn.Module, rows: int, ids: torch.Tensor
+    ) -> PipelineStage:
+        """torch's view of a stage; shapes are told, so that none is found out by a trial run."""
+        shape = (rows, ids.shape[1] // self.sequence_parts, self.hidden_size)
+        hidden = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        first = torch.empty(rows, ids.shape[1], dtype=ids.dtype, device="meta")
+        return PipelineStage(
+            module,
+            spec.index,
+            spec.num_stages,
+            ids.device,
+            input_args=first if spec.is_first else hidden,
+            output_args=hidden,
+            group=self.mesh.group("pp"),
+        )

@@ -1,0 +1,139 @@
+"""The matrix of the proofs: which layouts are compared with one process, for which models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from shardwise.models.families import AXES
+from tests.models import MODELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model trained by one layout, and settings that differ from the usual ones."""
+
+    model: str
+    layout: dict[str, Any]
+    train: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        settings = {**self.layout, **self.train}
+        return "-".join([self.model, *(f"{key}={value}" for key, value in settings.items())])
+
+    @property
+    def kind(self) -> str:
+        """Name in the capability table; "" for what has none."""
+        if self.train.get("pipeline_schedule", "1f1b") != "1f1b" or len(self.train) > 1:
+            return ""
+        axes = [axis for axis in AXES if self.layout.get(axis, 1) > 1]
+        if self.layout.get("sequence_parallel"):
+            return "sequence parallel" if axes == ["tp"] else ""
+        if axes == ["fsdp"] and self.layout.get("zero", 3) < 3:
+            return f"ZeRO-{self.layout['zero']}"
+        return " x ".join(axes)
+
+
+SPLIT = {"sequence_parallel": True}
+SINGLES: list[dict[str, Any]] = [
+    {"fsdp": 1},
+    {"fsdp": 2},
+    {"fsdp": 4},
+    {"fsdp": 5},  # leaves ranks without a part of the smallest parameters
+    {"fsdp": 2, "zero": 1},
+    {"fsdp": 2, "zero": 2},
+    {"dp": 2},
+    {"tp": 2},
+    {"tp": 2, **SPLIT},
+    {"pp": 2},
+    {"cp": 2},
+]
+THREE: list[dict[str, Any]] = [{"tp": 3}, {"tp": 3, **SPLIT}, {"pp": 3}]
+"""for the model of nine heads"""
+
+
+def _pair(one: str, other: str) -> dict[str, Any]:
+    layout = {one: 2, other: 2}
+    return {**layout, "zero": 1} if one == "pp" and other in ("fsdp", "cp") else layout
+
+
+PAIRS = [_pair(*pair) for pair in combinations(AXES, 2)]
+MORE: list[dict[str, Any]] = [
+    {"dp": 2, "fsdp": 2, "zero": 1},
+    {"fsdp": 2, "tp": 2, "zero": 1},
+    {"fsdp": 2, "tp": 2, **SPLIT},
+    {"pp": 2, "tp": 2, **SPLIT},
+    {"cp": 2, "tp": 2, **SPLIT},
+    {"tp": 4, **SPLIT},
+    {"cp": 4},
+    {"pp": 4},
+]
+TRIPLES: list[dict[str, Any]] = [
+    {"dp": 2, "fsdp": 2, "tp": 2},
+    {"pp": 2, "dp": 2, "tp": 2},
+    {"pp": 2, "fsdp": 2, "tp": 2, "zero": 1, **SPLIT},
+    {"pp": 2, "dp": 2, "fsdp": 2, "zero": 1},
+    {"pp": 2, "cp": 2, "tp": 2, "zero": 1, **SPLIT},
+    {"fsdp": 2, "cp": 2, "tp": 2},
+    {"pp": 2, "fsdp": 2, "cp": 2, "zero": 1},
+]
+SCHEDULES = ["gpipe", "interleaved", "zbv", "dualpipev"]
+FAMILY_MODELS = ["LL", "MI_SW", "Q2_SW", "Q3", "G3"]
+"""one of each family, for the pairs"""
+
+FAST = [
+    Case(model="LL", layout={"tp": 2}),
+    Case(model="LL", layout={"fsdp": 2, "tp": 2}),
+    Case(model="LL321", layout={"tp": 2}),
+    Case(model="LL321T", layout={"fsdp": 2, "tp": 2}),
+    Case(model="ODD", layout={"tp": 3}),
+    Case(model="ODD", layout={"fsdp": 2}),
+    Case(model="Q3", layout={"fsdp": 2, "tp": 2}),
+    Case(model="G3", layout={"tp": 2}),
+    Case(model="LL", layout={"dp": 2}),
+    Case(model="LL321T", layout={"dp": 2, "fsdp": 2}),
+    Case(model="ODD", layout={"fsdp": 2, "zero": 1}),
+    Case(model="Q3", layout={"fsdp": 2, "zero": 2}),
+    Case(model="MI_SW", layout={"fsdp": 2, "tp": 2}),
+    Case(model="LL", layout={"tp": 2, **SPLIT}),
+    Case(model="LLB", layout={"tp": 4, **SPLIT}),
+    Case(model="LL1", layout={"tp": 2}),
+    Case(model="Q3", layout={"pp": 2}),
+    Case(model="LL321T", layout={"pp": 2}, train={"pipeline_schedule": "zbv"}),
+    Case(model="ODD", layout={"pp": 3}),
+    Case(model="Q3", layout={"pp": 2, "tp": 2, **SPLIT}),
+    Case(model="LL", layout={"pp": 2, "fsdp": 2, "zero": 1}),
+    Case(model="G3", layout={"cp": 2}),
+    Case(model="MI_SW", layout={"fsdp": 2, "cp": 2}),
+    Case(model="LL", layout={"pp": 2, "cp": 2, "zero": 1}),
+]
+
+
+def _slow() -> list[Case]:
+    cases = []
+    for model in MODELS:
+        singles = [case for case in SINGLES if "tp" not in case] + THREE
+        cases += [
+            Case(model=model, layout=layout) for layout in (singles if model == "ODD" else SINGLES)
+        ]
+    for model in FAMILY_MODELS:
+        cases += [Case(model=model, layout=layout) for layout in PAIRS + MORE]
+    cases += [Case(model="ODD", layout=layout) for layout in PAIRS if "tp" not in layout]
+    for model in ("LL", "Q3"):
+        for schedule in SCHEDULES:
+            for layout in ({"pp": 2}, {"pp": 2, "fsdp": 2, "zero": 1}, {"pp": 2, "tp": 2}):
+                train: dict[str, Any] = {"pipeline_schedule": schedule}
+                if schedule == "dualpipev" or "fsdp" in layout:
+                    train["micro_batch"] = 1
+                cases.append(Case(model=model, layout=layout, train=train))
+    cases += [
+        Case(model="Q3", layout={"pp": 2}, train={"pipeline_schedule": "gpipe", "micro_batch": 8}),
+        Case(model="Q3", layout={"pp": 4}, train={"pipeline_schedule": "gpipe", "micro_batch": 4}),
+    ]  # fewer micro-batches than stages
+    for model in ("Q3", "G3"):
+        cases += [Case(model=model, layout=layout) for layout in TRIPLES]
+    return cases
+
+
+SLOW = [case for case in _slow() if case not in FAST]
