@@ -5,6 +5,7 @@ To add one: a row in one of the tables below. A fault that changes no number bel
 
 from __future__ import annotations
 
+from tests.mutants.axis_faults import CONTEXT, KV_HEADS, PIPELINE, REPLICAS, SEQUENCE
 from tests.mutants.fault import Fault
 from tests.mutants.model_faults import LOSS, TENSOR, VOCABULARY
 from tests.mutants.run_faults import CONTINUED, NORM, ROWS, STEP
@@ -13,8 +14,13 @@ FAULTS: tuple[Fault, ...] = (
     *LOSS,
     *VOCABULARY,
     *TENSOR,
+    *SEQUENCE,
+    *KV_HEADS,
+    *PIPELINE,
+    *CONTEXT,
     *NORM,
     *STEP,
     *ROWS,
     *CONTINUED,
+    *REPLICAS,
 )

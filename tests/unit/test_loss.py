@@ -88,13 +88,14 @@ def test_without_gradients_none_is_made() -> None:
 
 
 def test_bf16_logits_and_gradients_are_summed_in_fp32() -> None:
-    """The weight's gradient over many chunks is as exact as that of one product."""
+    """The loss and the weight's gradient over many chunks are as exact as those of one product."""
     hidden, weight, labels = inputs(3000, 50)
     exact = torch.autograd.grad(reference(hidden, weight, labels), weight)[0]
     half_hidden, half_weight = hidden.detach().bfloat16(), weight.detach().bfloat16()
     half_weight.requires_grad_()
     loss = ours(half_hidden, half_weight, labels)
     assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, reference(half_hidden, half_weight, labels))
     (grad,) = torch.autograd.grad(loss, half_weight)
     assert grad.dtype == torch.bfloat16
     assert (grad.float() - exact).norm() < 0.01 * exact.norm()
