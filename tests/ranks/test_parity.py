@@ -188,7 +188,7 @@ def evaluate_on_rank(rank: int, model_dir: str, layout: dict[str, Any], rows: An
     sharded = load_model(plan, mesh, torch.float32)
     optimizer = make_optimizer(sharded, train)
     losses = [evaluate(sharded, _micro_batches(rows, plan, mesh), mesh) for _ in range(2)]
-    train_step(sharded, optimizer, _micro_batches(BATCHES[0], plan, mesh), mesh, train, 1e-3)
+    train_step(sharded, optimizer, _micro_batches(rows, plan, mesh), mesh, train, 1e-3)
     return [*losses, evaluate(sharded, _micro_batches(rows, plan, mesh), mesh)]
 
 

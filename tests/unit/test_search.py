@@ -9,6 +9,7 @@ import pytest
 
 import shardwise
 from shardwise.config import GIB
+from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, Timing
 from shardwise.planner.report import to_json, verdict_text
 from shardwise.planner.search import Answer
@@ -112,12 +113,15 @@ def test_a_layout_in_an_override_is_judged_too(smol: Path) -> None:
 
 def test_no_layout_is_proposed_that_training_would_refuse(smol: Path) -> None:
     """Fewer rows than data ranks: said among the reasons, and never chosen."""
-    answer = ask(smol, "cpu:2", 2.5, "train.global_batch=1", "train.micro_batch=1")
-    assert answer.chosen is None
-    assert any("global_batch=1 rows" in reason for _, reason in answer.rejected)
-    three = ask(smol, "cpu:3", 2.5, "train.global_batch=1", "train.micro_batch=1").chosen
-    assert three is not None
-    assert three.plan.layout == shardwise.Layout(tp=3)
+    for count in (2, 3):
+        answer = ask(smol, f"cpu:{count}", 2.5, "train.global_batch=1", "train.micro_batch=1")
+        assert any("global_batch=1 rows" in reason for _, reason in answer.rejected)
+        if count == 2:  # nine heads, one micro-batch, a short row
+            assert answer.chosen is None
+        else:
+            assert answer.chosen is not None
+            assert answer.chosen.plan.layout.tp == 3
+            check_plan(answer.chosen.plan, answer.facts)
 
 
 def test_a_stricter_capacity_never_makes_more_fit(smol: Path) -> None:
@@ -187,3 +191,21 @@ def test_devices_that_do_not_exist(smol: Path, gpus: str) -> None:
 def test_memory_must_be_above_nothing(smol: Path, memory: float) -> None:
     with pytest.raises(shardwise.UserError, match="memory_gib"):
         shardwise.plan(smol, gpus="cpu:2", memory_gib=memory)
+
+
+def test_a_pipeline_is_proposed_only_where_nothing_simpler_fits(smol: Path) -> None:
+    """It idles and its stages are uneven; its low traffic alone is no reason."""
+    answer = ask(smol, "cpu:4", 2.0, "train.global_batch=8")
+    assert answer.chosen is not None
+    assert answer.chosen.plan.layout.pp == 1
+    assert any("its pipeline takes" in reason for _, reason in answer.rejected)
+
+
+def test_long_rows_may_be_cut_over_ranks(smol: Path) -> None:
+    """Context parallelism is proposed for rows of which each rank keeps 2048 tokens."""
+    layouts = {
+        seq_len: {name for name, _ in ask(smol, "cpu:2", 1.0, f"train.seq_len={seq_len}").rejected}
+        for seq_len in (1024, 4096)
+    }
+    assert not any("cp=2" in name for name in layouts[1024])
+    assert any("cp=2" in name for name in layouts[4096])

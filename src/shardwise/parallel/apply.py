@@ -33,7 +33,8 @@ def parallelize(
         This rank's parts. For training, the logits of a model that is one part are this rank's
         chunk of the vocabulary; for serving they are whole.
     """
-    specs = [spec for spec in stages_of(plan, facts) if spec.rank == mesh.rank("pp")]
+    stages = stages_of(plan, facts)
+    specs = [spec for spec in stages if spec.rank == mesh.rank("pp")]
     parts = tuple(_part(build(), spec, plan, facts, mesh) for spec in specs)
     pipeline = None
     if plan.layout.pp > 1:
@@ -41,6 +42,7 @@ def parallelize(
             mesh=mesh,
             schedule=plan.train.pipeline_schedule,
             stages=[(part.spec, part.root) for part in parts],
+            ranks=[spec.rank for spec in stages],
             hidden_size=facts.hidden_size,
             sequence_parts=plan.layout.sequence_parts,
             dtype=DTYPES[plan.precision.compute],

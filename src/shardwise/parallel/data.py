@@ -32,8 +32,9 @@ def apply_fsdp(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, plan: P
         # the outer group is needed again at once, when the backward pass begins
         let_go = not layout.keeps_gathered and module is not root
         fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=let_go)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        if axes.size() > 1:  # torch divides into a copy even by one
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def let_go(root: nn.Module) -> None:

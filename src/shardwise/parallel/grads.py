@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.parallel.mesh import AXES, KV_HEADS, Mesh
 
+_PIECE = 2**16
+"""values whose squares are added up at a time"""
+
 
 def shard_axes(tensor: torch.Tensor) -> tuple[str, ...]:
     """The mesh axes over which a parameter or gradient is sharded (not replicated)."""
@@ -53,13 +56,25 @@ def global_norm(params: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
         if param.grad is None:
             continue
         axes = shard_axes(param.grad)
-        square = local_part(param.grad).float().pow(2).sum()
+        square = _sum_of_squares(local_part(param.grad))
         squares[axes] = squares[axes] + square if axes in squares else square
     total = torch.zeros((), device=mesh.device)
     for axes in _all_axis_sets():  # the same order on every rank
         if axes in squares:
             total += mesh.sum_over(squares[axes], axes)
     return mesh.sum_over(total, ["pp"]).sqrt()
+
+
+def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
+    """In fp32, of pieces, so that no copy of the gradient is made and few digits are lost: torch's
+    norm of a long tensor adds up one value after the other on CPU (error 6e-4 at 28 M values)."""
+    flat = grad.flatten()
+    whole = len(flat) // _PIECE * _PIECE
+    norms = [flat[whole:].norm(dtype=torch.float32)[None]]
+    if whole:
+        pieces = flat[:whole].view(-1, _PIECE)
+        norms.append(torch.linalg.vector_norm(pieces, dim=1, dtype=torch.float32))
+    return torch.cat(norms).pow(2).sum()
 
 
 def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:

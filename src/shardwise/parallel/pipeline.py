@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -105,6 +106,8 @@ class Pipeline:
     mesh: Mesh
     schedule: str
     stages: Sequence[tuple[StageSpec, nn.Module]]
+    ranks: Sequence[int]
+    """position on the `pp` axis of each stage of the model"""
     hidden_size: int
     sequence_parts: int
     dtype: torch.dtype
@@ -118,18 +121,16 @@ class Pipeline:
     def run(
         self,
         ids: torch.Tensor,
-        labels: torch.Tensor,
+        targets: torch.Tensor,
         loss_function: LossFunction,
-        *,
         num_micro_batches: int,
-        backward: bool,
     ) -> torch.Tensor:
-        """Send all micro-batches through the pipeline, forward and (if asked for) backward.
+        """Send all micro-batches through the pipeline, forward and backward.
 
         Args:
             ids: [micro-batches x rows, tokens]; the same on every rank of the `pp` axis.
-            labels: of the same shape.
-            loss_function: (input of the head, labels) of a micro-batch -> scalar.
+            targets: of the same shape.
+            loss_function: (input of the head, targets) of a micro-batch -> scalar.
 
         Returns:
             The sum of the losses on the rank that has the last stage, zero elsewhere.
@@ -147,21 +148,63 @@ class Pipeline:
         arguments = (ids,) if any(spec.is_first for spec in specs) else ()
         has_loss = any(spec.is_last for spec in specs)
         losses: list[torch.Tensor] = []
-        go = runner.step if backward else runner.eval
-        go(
+        runner.step(
             *arguments,
-            target=labels if has_loss else None,
+            target=targets if has_loss else None,
             losses=losses if has_loss else None,
             return_outputs=False,
         )
         return sum((loss.detach() for loss in losses), torch.zeros((), device=ids.device))
 
+    @torch.no_grad()
+    def run_forward(
+        self,
+        ids: torch.Tensor,
+        targets: torch.Tensor,
+        loss_function: LossFunction,
+        num_micro_batches: int,
+    ) -> torch.Tensor:
+        """As `run`, without the backward pass, which torch's V-shaped schedules cannot leave out:
+        each stage sends all micro-batches on before the next stage of the rank begins."""
+        group = self.mesh.group("pp")
+        total = torch.zeros((), device=ids.device)
+        inputs = list(ids.chunk(num_micro_batches))
+        sent = []
+        for spec, module in self.stages:
+            outputs = []
+            for number, batch_targets in enumerate(targets.chunk(num_micro_batches)):
+                if spec.is_first or self.ranks[spec.index - 1] == spec.rank:
+                    x = inputs[number]
+                else:
+                    x = self._empty(batch_targets)
+                    dist.recv(x, group=group, group_src=self.ranks[spec.index - 1])
+                hidden = module(x)
+                if spec.is_last:
+                    total += loss_function(hidden, batch_targets)
+                elif self.ranks[spec.index + 1] == spec.rank:
+                    outputs.append(hidden)
+                else:
+                    hidden = hidden.contiguous()
+                    work = dist.isend(hidden, group=group, group_dst=self.ranks[spec.index + 1])
+                    sent.append((work, hidden))
+            inputs = outputs
+        for work, _ in sent:
+            work.wait()
+        return total
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(self._hidden_shape(like), dtype=self.dtype, device=like.device)
+
+    def _hidden_shape(self, ids: torch.Tensor) -> tuple[int, int, int]:
+        return len(ids), ids.shape[1] // self.sequence_parts, self.hidden_size
+
     def _stage(
         self, spec: StageSpec, module: nn.Module, rows: int, ids: torch.Tensor
     ) -> PipelineStage:
         """torch's view of a stage; shapes are told, so that none is found out by a trial run."""
-        shape = (rows, ids.shape[1] // self.sequence_parts, self.hidden_size)
-        hidden = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(
+            self._hidden_shape(ids[:rows]), dtype=self.dtype, device="meta", requires_grad=True
+        )
         first = torch.empty(rows, ids.shape[1], dtype=ids.dtype, device="meta")
         return PipelineStage(
             module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Literal
@@ -86,19 +87,38 @@ def _splits(number: int, tp: int, *, repeat: bool) -> bool:
     return number % tp == 0 or (repeat and tp % number == 0)
 
 
-def legal_layouts(facts: ModelFacts, num_devices: int, *, task: str) -> Iterator[Layout]:
-    """Every legal layout that uses exactly `num_devices` devices."""
-    for pp, tp, fsdp, cp in product(_divisors(num_devices), repeat=4):
-        dp, left = divmod(num_devices, pp * tp * fsdp * cp)
-        if left or (task == "serve" and pp * fsdp * cp > 1):
-            continue
-        # a stage of an axis of one is none
-        for zero, split in product(_STAGES if fsdp * cp > 1 else _NO_STAGE, (False, True)):
+def legal_layouts(
+    facts: ModelFacts, num_devices: int, *, task: str, most_cp: int = 1
+) -> Iterator[Layout]:
+    """Every legal layout that uses exactly `num_devices` devices.
+
+    Args:
+        most_cp: the most ranks that a sequence is cut for.
+    """
+    for tp, pp, cp, fsdp, dp in _shares(num_devices, facts, task, most_cp):
+        # a stage of an axis of one is none, a pipeline has only the first
+        zeros = (_STAGES if pp == 1 else _STAGES[:1]) if fsdp * cp > 1 else _NO_STAGE
+        for zero, split in product(zeros, (False, True) if tp > 1 else (False,)):
             layout = Layout(
                 dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, zero=zero, sequence_parallel=split
             )
             if why_illegal(layout, facts, task=task) is None:
                 yield layout
+
+
+def _shares(
+    num_devices: int, facts: ModelFacts, task: str, most_cp: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Sizes of tp, pp, cp, fsdp and dp whose product is the number of devices."""
+    alone = task == "serve"
+    for tp in set(legal_tp_sizes(facts)) & set(_divisors(num_devices)):
+        for pp in _divisors(num_devices // tp):
+            for cp in _divisors(num_devices // tp // pp):
+                if max(pp, cp) > 1 and (alone or pp > facts.num_layers or cp > most_cp):
+                    continue
+                left = num_devices // tp // pp // cp
+                for fsdp in _divisors(left):
+                    yield tp, pp, cp, fsdp, left // fsdp
 
 
 def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
@@ -160,7 +180,8 @@ def _kinds(layout: Layout, task: str) -> set[str]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _split_by_tp(facts: ModelFacts) -> dict[str, int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardwise.config import GIB, Layout, Memory, Plan
 from shardwise.models.facts import ModelFacts
-from shardwise.planner.stages import StageSpec, passes_under_way, stages_of
+from shardwise.planner.stages import StageSpec, passes_under_way, stages_of, worst_ranks
 
 FP32 = 4
 LOSS_CHUNK_TOKENS = 256
@@ -165,7 +165,7 @@ def predict_memory(plan: Plan, facts: ModelFacts) -> Memory:
     if plan.task == "serve":
         parts = _serving(plan, facts)
     else:
-        ranks = (_training(plan, facts, rank) for rank in range(plan.layout.pp))
+        ranks = (_training(plan, facts, rank) for rank in worst_ranks(plan, facts))
         parts = max(ranks, key=lambda parts: sum(parts.values()))
     where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
     tensors = sum(parts.values())

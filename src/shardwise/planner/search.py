@@ -16,12 +16,15 @@ from shardwise.planner.layout import (
 )
 from shardwise.planner.machine import Machine
 from shardwise.planner.memory import predict_memory
-from shardwise.planner.stages import why_not_scheduled
+from shardwise.planner.stages import slowdown, why_not_scheduled
 from shardwise.planner.timing import step_time, traffic
 
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
 _MODES = ["none", "selective", "full"]
 """of recomputation, each cheaper in memory and dearer in time than the one before"""
+_LEAST_CONTEXT = 2048
+"""tokens of a sequence that a rank keeps where context parallelism is proposed; fewer on request
+only: gathering keys and values would be most of the work"""
 MEMORY_EVIDENCE = "analytic, within 5% of measured runs on CPU; not measured on accelerators"
 
 
@@ -34,6 +37,8 @@ class Option:
     memory: Memory
     step_s: float | None
     traffic_bytes: int
+    slowdown: float
+    """how much longer a pipeline takes than its ranks' share of the work; 1 without one"""
     capacity: float
     """bytes of one device"""
 
@@ -123,7 +128,9 @@ def _sharded(
     if fixed:
         layouts = [plan.layout]
     else:
-        layouts = list(legal_layouts(facts, count, task=plan.task)) if count > 1 else []
+        most_cp = max(1, plan.train.seq_len // _LEAST_CONTEXT)
+        found = legal_layouts(facts, count, task=plan.task, most_cp=most_cp)
+        layouts = list(found) if count > 1 else []
     options = []
     illegal = [] if fixed else _illegal(plan, facts, count)
     for layout in layouts:
@@ -200,6 +207,7 @@ def _option(name: str, plan: Plan, facts: ModelFacts, machine: Machine | None) -
         memory=memory,
         step_s=step_s,
         traffic_bytes=moved,
+        slowdown=slowdown(plan, facts) if training else 1.0,
         capacity=float("inf") if capacity is None else capacity * GIB,
     )
 
@@ -212,6 +220,7 @@ def _cost(option: Option) -> tuple[float, ...]:
     unmeasured = (
         recompute,
         -layout.world_size,
+        round(option.slowdown, 2),
         option.traffic_bytes,
         -train.micro_batch,
         layout.tp,
@@ -225,6 +234,8 @@ def _why_slower(option: Option, chosen: Option) -> str:
         return f"{option.step_s:.1f} s a step, the chosen one {chosen.step_s:.1f} s"
     if option.plan.layout.world_size < chosen.plan.layout.world_size:
         return f"leaves {_count(option.plan) - option.plan.layout.world_size} device(s) idle"
+    if option.slowdown > chosen.slowdown + 0.005:
+        return f"its pipeline takes {option.slowdown:.2f} times its share of the work"
     if option.plan.train.checkpointing != chosen.plan.train.checkpointing:
         return f"fits only with train.checkpointing={option.plan.train.checkpointing}"
     return (

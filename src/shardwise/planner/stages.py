@@ -66,15 +66,46 @@ def num_stages(plan: Plan) -> int:
 
 def stages_of(plan: Plan, facts: ModelFacts) -> tuple[StageSpec, ...]:
     """Every stage, in the order of the layers, cut so that the slowest takes the least time."""
-    count = num_stages(plan)
-    cuts = balance(layer_costs(plan, facts), count, last=head_cost(facts))
-    style = SCHEDULES[plan.train.pipeline_schedule].style
+    return _stages(
+        tuple(layer_costs(plan, facts)),
+        head_cost(facts),
+        num_stages(plan),
+        plan.layout.pp,
+        SCHEDULES[plan.train.pipeline_schedule].style,
+    )
+
+
+@lru_cache(maxsize=256)
+def _stages(
+    costs: tuple[float, ...], last: float, count: int, pp: int, style: str
+) -> tuple[StageSpec, ...]:
+    cuts = balance(costs, count, last=last)
     return tuple(
-        StageSpec(
-            index=index, num_stages=count, layers=layers, rank=_rank(index, plan.layout.pp, style)
-        )
+        StageSpec(index=index, num_stages=count, layers=layers, rank=_rank(index, pp, style))
         for index, layers in enumerate(cuts)
     )
+
+
+def worst_ranks(plan: Plan, facts: ModelFacts) -> list[int]:
+    """Positions on the `pp` axis among which the one with the most memory and the one with the
+    most work are: both ends, and between them the first with the most layers under way."""
+    pp = plan.layout.pp
+    layers = [0] * pp
+    for stage in stages_of(plan, facts):
+        layers[stage.rank] += len(stage.layers)
+    under_way = max(range(pp), key=lambda rank: layers[rank] * passes_under_way(plan, rank))
+    busiest = max(range(pp), key=lambda rank: layers[rank])
+    return sorted({0, under_way, busiest, pp - 1})
+
+
+def slowdown(plan: Plan, facts: ModelFacts) -> float:
+    """How much longer a pipeline takes than its ranks' share of the work: uneven stages, idling."""
+    costs = layer_costs(plan, facts)
+    work = [0.0] * plan.layout.pp
+    for stage in stages_of(plan, facts):
+        work[stage.rank] += sum(costs[layer] for layer in stage.layers)
+        work[stage.rank] += head_cost(facts) if stage.is_last else 0.0
+    return max(work) * len(work) / sum(work) * (1 + bubble(plan))
 
 
 def _rank(index: int, pp: int, style: str) -> int:

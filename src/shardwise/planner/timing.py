@@ -19,7 +19,14 @@ from shardwise.planner.memory import (
     local_tokens,
     stages_of_rank,
 )
-from shardwise.planner.stages import StageSpec, bubble, head_cost, layer_costs, stages_of
+from shardwise.planner.stages import (
+    StageSpec,
+    bubble,
+    head_cost,
+    layer_costs,
+    stages_of,
+    worst_ranks,
+)
 
 _TRAFFIC_PER_KEPT_BYTE = 10
 """Bytes that a layer's element-wise operations read and write, forward and backward, for each byte
@@ -41,8 +48,8 @@ class Collective:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of all of them."""
-        return self.count * self.num_bytes
+        """Bytes that leave or reach the rank: an all-reduce is a reduce-scatter and a gather."""
+        return self.count * self.num_bytes * (2 if self.op == "all_reduce" else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +251,7 @@ def step_flops(plan: Plan, facts: ModelFacts, rank: int = 0) -> float:
 def step_time(plan: Plan, facts: ModelFacts, machine: Machine) -> StepTime:
     """Predict the seconds of one optimizer step on a probed machine: of its slowest stage, and
     longer by what a pipeline idles."""
-    ranks = [_rank_time(plan, facts, machine, rank) for rank in range(plan.layout.pp)]
+    ranks = [_rank_time(plan, facts, machine, rank) for rank in worst_ranks(plan, facts)]
     return max(ranks, key=lambda time: time.total_s)
 
 
@@ -264,7 +271,7 @@ def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> St
         sizes.total / layout.num_shards * FP32 * 7
     )  # AdamW reads four tensors and writes three
     ledger = traffic(plan, facts, rank)
-    sharded = sum(x.bytes_per_step for x in ledger if x.axis in ("dp", "fsdp"))
+    sharded = sum(x.count * x.num_bytes for x in ledger if x.axis in ("dp", "fsdp"))
     passes = (_TRAFFIC_PER_KEPT_BYTE * kept + logits) * tokens
     longer = 1 + bubble(plan)
     flops = machine.matmul_flops[plan.precision.compute]

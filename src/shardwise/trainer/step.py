@@ -6,7 +6,7 @@ micro-batches) / (their number), and the number is known before the first backwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.parallel.data import begin_micro_batch, let_go
 from shardwise.parallel.grads import clip, global_norm, local_part
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.pipeline import LossFunction
 from shardwise.parallel.replicas import check_no_gradients, check_replicas
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
@@ -78,7 +78,7 @@ def _accumulate(sharded: ShardedModel, batches: Sequence[Batch], total: int) -> 
     """Forward and backward of every micro-batch; the step's loss, equal on every rank."""
     mesh = sharded.mesh
     if sharded.pipeline is not None:
-        loss = _run_pipeline(sharded, sharded.pipeline, batches, total, backward=True)
+        loss = _run_pipeline(sharded, sharded.pipeline.run, batches, total)
     else:
         (part,) = sharded.parts
         loss = torch.zeros((), device=mesh.device)
@@ -95,10 +95,13 @@ def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> flo
     """Mean cross-entropy of all trained tokens of the given rows, in nats."""
     sharded.train(False)
     total = max(1, _count(batches, mesh))
+    loss = torch.zeros((), device=mesh.device)
     if sharded.pipeline is not None:
-        loss = _run_pipeline(sharded, sharded.pipeline, batches, total, backward=False)
+        at_once = 2 * len(sharded.pipeline.ranks)  # enough to keep every stage busy
+        for begin in range(0, len(batches), at_once):
+            some = batches[begin : begin + at_once]
+            loss += _run_pipeline(sharded, sharded.pipeline.run_forward, some, total)
     else:
-        loss = torch.zeros((), device=mesh.device)
         for batch in batches:
             loss += _batch_loss_sum(sharded.model, batch, mesh) / total
     sharded.train()
@@ -109,24 +112,20 @@ def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> flo
 
 def _run_pipeline(
     sharded: ShardedModel,
-    pipeline: Pipeline,
+    run: Callable[[torch.Tensor, torch.Tensor, LossFunction, int], torch.Tensor],
     batches: Sequence[Batch],
     total: int,
-    *,
-    backward: bool,
 ) -> torch.Tensor:
     """All micro-batches through all stages; the loss of this rank's rows, on every stage."""
     mesh, last = sharded.mesh, sharded.parts[-1]  # if this rank has the last stage, it is here
+    twice = sharded.pipeline is not None and sharded.pipeline.splits_backward
     ids, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
 
     def loss_function(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         head = last.model.get_output_embeddings()
-        return head_loss(hidden, head, targets, mesh, twice=pipeline.splits_backward) / total
+        return head_loss(hidden, head, targets, mesh, twice=twice) / total
 
-    loss = pipeline.run(
-        ids, targets, loss_function, num_micro_batches=len(batches), backward=backward
-    )
-    return mesh.sum_over(loss, ["pp"])
+    return mesh.sum_over(run(ids, targets, loss_function, len(batches)), ["pp"])
 
 
 def _batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
