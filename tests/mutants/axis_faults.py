@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.fault import ONES, RESUME, Fault, parity
+from tests.mutants.fault import EVALUATION, ONES, RESUME, Fault, parity
 
 _SEQUENCE = parity("LL-tp=2-sequence_parallel=True")
 _PIPELINE = parity("Q3-pp=2")
@@ -118,8 +118,8 @@ PIPELINE = (
         name="pipelines-gradients-not-divided",
         history="pytorch/torchtitan#2972",
         file="trainer/step.py",
-        old="twice=pipeline.splits_backward) / total\n\n    loss = pipeline.run(",
-        new="twice=pipeline.splits_backward)\n\n    loss = 1 / total * pipeline.run(",
+        old="twice=twice) / total\n\n    return mesh.sum_over(",
+        new="twice=twice)\n\n    return 1 / total * mesh.sum_over(",
         proof=_PIPELINE,
     ),
     Fault(
@@ -183,8 +183,8 @@ PIPELINE = (
         name="loss-reported-by-the-last-stage-only",
         history="pytorch/torchtitan#547",
         file="trainer/step.py",
-        old='return mesh.sum_over(loss, ["pp"])',
-        new="return loss",
+        old='mesh.sum_over(run(ids, targets, loss_function, len(batches)), ["pp"])',
+        new="run(ids, targets, loss_function, len(batches))",
         proof=_PIPELINE,
     ),
     Fault(
@@ -194,6 +194,14 @@ PIPELINE = (
         old="loss.detach() for loss in losses",
         new="loss.detach() for loss in losses[-1:]",
         proof=_PIPELINE,
+    ),
+    Fault(
+        name="evaluation-of-the-first-round-only",
+        history="deepspeedai/DeepSpeed#6484",
+        file="trainer/step.py",
+        old="for begin in range(0, len(batches), at_once):",
+        new="for begin in range(0, min(len(batches), at_once), at_once):",
+        proof=EVALUATION + "[{'pp': 2}]",
     ),
     Fault(
         name="padding-to-one-shape-is-trained",
@@ -247,6 +255,14 @@ CONTEXT = (
         file="parallel/context.py",
         old="    context: Context = module.shardwise_context\n",
         new="    context: Context = module.shardwise_context\n    sliding_window = None\n",
+        proof=_CONTEXT,
+    ),
+    Fault(
+        name="sliding-window-one-key-too-wide",
+        history="huggingface/transformers#39408",
+        file="parallel/context.py",
+        old="ahead <= -window",
+        new="ahead < -window",
         proof=_CONTEXT,
     ),
     Fault(

@@ -39,6 +39,22 @@ NORM = (
         proof=parity("ODD-fsdp=2"),
     ),
     Fault(
+        name="norm-summed-one-value-after-the-other",
+        history="pytorch/pytorch#169237",
+        file="parallel/grads.py",
+        old="square = _sum_of_squares(local_part(param.grad))",
+        new="square = local_part(param.grad).norm().square()",
+        proof="tests/unit/test_grads.py::test_the_norm_of_a_long_gradient_is_exact",
+    ),
+    Fault(
+        name="norm-of-the-last-piece",
+        history="pytorch/pytorch#15602",
+        file="parallel/grads.py",
+        old="    if whole:\n",
+        new="    if whole == len(flat):\n",
+        proof="tests/unit/test_grads.py::test_the_norm_of_a_long_gradient_is_exact",
+    ),
+    Fault(
         name="clipped-by-the-local-norm",
         history="pytorch/pytorch#170862",
         file="parallel/grads.py",
