@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.fault import EVALUATION, ONES, RESUME, Fault, parity
+from tests.mutants.fault import EVALUATION, ONES, RESUME, RUN, Fault, parity
 
 _SEQUENCE = parity("LL-tp=2-sequence_parallel=True")
 _PIPELINE = parity("Q3-pp=2")
@@ -264,6 +264,14 @@ CONTEXT = (
         old="ahead <= -window",
         new="ahead < -window",
         proof=_CONTEXT,
+    ),
+    Fault(
+        name="rows-of-a-run-not-cut",
+        history="huggingface/transformers#48167",
+        file="trainer/loop.py",
+        old="        columns=own_columns(run.mesh),\n",
+        new="",
+        proof=RUN + "[{'cp': 2}]",
     ),
     Fault(
         name="keys-in-the-order-of-ranks",
