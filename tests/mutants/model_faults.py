@@ -113,7 +113,7 @@ LOSS = (
         proof="tests/unit/test_loss.py::test_sum_and_gradients_over_chunks[1000]",
     ),
     Fault(
-        name="weight-gradient-of-chunks-summed-in-bf16",
+        name="chunks-weight-gradient-summed-in-bf16",
         history="axolotl-ai-cloud/axolotl#1601",
         file="trainer/loss.py",
         old="torch.zeros_like(weight, dtype=torch.float32)",
