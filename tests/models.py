@@ -30,6 +30,15 @@ GEMMA: dict[str, Any] = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+MOE: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.01,
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LL": ("LlamaConfig", {"tie_word_embeddings": False}),
@@ -55,6 +64,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Q2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "Q3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
     "Q3_321": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True, "vocab_size": 321}),
+    "MIX": (
+        "MixtralConfig",
+        {
+            "tie_word_embeddings": False,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "MOE": ("Qwen3MoeConfig", {**MOE, "output_router_logits": True}),
+    "MOE0": ("Qwen3MoeConfig", MOE),  # without the balance loss
     "G3": ("Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": True}),
     "G3_321": ("Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": True, "vocab_size": 321}),
 }

@@ -72,9 +72,13 @@ def run_oracle(
         for ids, trained in rows:
             if not sum(trained[1:]):
                 continue
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+            output = model(input_ids=torch.tensor([ids]), use_cache=False)
+            logits = output.logits[0, :-1].float()
             losses = -logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
             loss = (losses * torch.tensor(trained[1:])).sum() / num_tokens
+            if getattr(model.config, "output_router_logits", False):
+                share = sum(trained[1:]) / num_tokens
+                loss = loss + model.config.router_aux_loss_coef * share * output.aux_loss
             loss.backward()
             total += loss.item()
         grads = {name: p.grad.clone() for name, p in params.items()}

@@ -10,6 +10,7 @@ from benchmarks.run import Run
 from shardwise.config import Layout, Plan, Precision, Train
 from shardwise.parallel.mesh import build_mesh
 from shardwise.trainer import step as step_module
+from shardwise.trainer.data.batches import Batch
 from shardwise.trainer.loss import shift_labels
 from shardwise.trainer.optim import make_optimizer
 from shardwise.weights.load import load_model
@@ -27,7 +28,7 @@ def train(run: Run, meter: Meter) -> None:
         result = step_module.train_step(
             sharded,
             optimizer,
-            [(ids, shift_labels(ids))],
+            [Batch(ids, shift_labels(ids), torch.ones_like(ids, dtype=torch.bool))],
             mesh,
             plan.train,
             plan.train.learning_rate,
@@ -60,7 +61,7 @@ def _plan(run: Run) -> Plan:
 
 def _time_parts(clock: Clock, optimizer: torch.optim.Optimizer) -> None:
     """`train_step` is one call: put the clock around the functions that it calls."""
-    step_module._batch_loss_sum = clock.timed("forward", step_module._batch_loss_sum)
+    step_module._batch_losses = clock.timed("forward", step_module._batch_losses)
     torch.Tensor.backward = clock.timed("backward", torch.Tensor.backward)
     step_module.global_norm = clock.timed("optimizer", step_module.global_norm)
     step_module.clip = clock.timed("optimizer", step_module.clip)

@@ -13,7 +13,8 @@ from shardwise.models.facts import ModelFacts, read_facts
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
 from shardwise.planner.search import Answer, search
-from shardwise.weights.index import open_index, verify
+from shardwise.weights.index import verify
+from shardwise.weights.names import open_model_index
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +78,7 @@ def _weight_notes(model: Path, facts: ModelFacts) -> tuple[str, ...]:
     """Verify the weights of a model directory; planning needs none, but broken ones are told."""
     if not any(next(model.glob(pattern), None) for pattern in ("*.safetensors*", "*.bin")):
         return ("no weights here: planned from config.json alone",)
-    return verify(open_index(model), facts.parameter_shapes, tied=facts.tied)
+    return verify(open_model_index(model, facts), facts.parameter_shapes, tied=facts.tied)
 
 
 def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -62,6 +62,11 @@ class Layout(Config):
         return self.tp if self.sequence_parallel else 1
 
     @property
+    def num_expert_shards(self) -> int:
+        """Ranks that share the states of the experts that each has (`efsdp`)."""
+        return self.fsdp * self.cp * self.tp // self.ep if self.ep > 1 else self.num_shards
+
+    @property
     def num_shards(self) -> int:
         """Ranks that share the states between them."""
         return self.fsdp * self.cp

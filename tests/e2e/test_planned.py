@@ -88,6 +88,12 @@ def test_peak_memory_is_as_planned(
     model: Path, rows: Path, tmp_path: Path, layout: dict[str, int], settings: list[str]
 ) -> None:
     """The worst rank's peak is within 8% of the plan (no time is asserted: machines are shared)."""
+    check_peaks(model, rows, tmp_path, layout, settings)
+
+
+def check_peaks(
+    model: Path, rows: Path, tmp_path: Path, layout: dict[str, int], settings: list[str]
+) -> None:
     pytest.importorskip("resource")
     shape = shardwise.Layout(**layout)
     answer = shardwise.plan(
@@ -111,3 +117,39 @@ def test_peak_memory_is_as_planned(
     worst = max(row.measured for row in peaks if row.measured is not None)
     assert peaks[0].planned == pytest.approx(worst, rel=0.08)
     assert step.measured is not None
+
+
+MIXTURE = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp("planned") / "mixture"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**MIXTURE), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"fsdp": 2, "ep": 2}], ids=str)
+def test_peak_memory_of_experts_is_as_planned(
+    mixture: Path, rows: Path, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """Random experts are used about evenly, as the plan takes them to be."""
+    check_peaks(mixture, rows, tmp_path, layout, ["train.micro_batch=4", "train.global_batch=8"])

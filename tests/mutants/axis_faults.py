@@ -207,8 +207,8 @@ PIPELINE = (
         name="padding-to-one-shape-is-trained",
         history="NVIDIA-NeMo/Automodel#1689",
         file="trainer/data/batches.py",
-        old="pad(labels, IGNORE)",
-        new="pad(labels, 0)",
+        old="pad(b.targets, IGNORE)",
+        new="pad(b.targets, 0)",
         proof=_PIPELINE,
     ),
     Fault(
@@ -237,8 +237,9 @@ CONTEXT = (
         name="labels-shifted-after-the-cut",
         history="NVIDIA-BioNeMo/bionemo-recipes#1449",
         file="trainer/data/batches.py",
-        old="columns(shift_labels(labels))",
-        new="shift_labels(columns(labels))",
+        old="columns(part).to(device) for part in (ids, shift_labels(labels), real)",
+        new="part.to(device)\n"
+        "            for part in (columns(ids), shift_labels(columns(labels)), columns(real))",
         proof=_CONTEXT,
     ),
     Fault(

@@ -25,9 +25,10 @@ LOSS = (
         name="mean-of-micro-batch-means",
         history="huggingface/transformers#34191",
         file="trainer/step.py",
-        old="one = _batch_loss_sum(part.model, batch, mesh) / total",
-        new="one = _batch_loss_sum(part.model, batch, mesh)\n"
-        "            one = one / max(1, num_targets([batch]) * len(batches))",
+        old="own, whole = _batch_losses(part.model, batch, mesh)",
+        new="own, whole = _batch_losses(part.model, batch, mesh)\n"
+        "            factor = total / max(1, num_targets([batch]) * len(batches))\n"
+        "            own, whole = own * factor, whole * factor",
         proof=TOKENS + "test_accumulation_and_ranks_with_uneven_token_counts",
     ),
     Fault(
@@ -44,8 +45,8 @@ LOSS = (
         name="divided-again-by-accumulation",
         history="huggingface/accelerate#3533",
         file="trainer/step.py",
-        old="one.backward()",
-        new="(one / len(batches)).backward()",
+        old="(own / total).backward()",
+        new="(own / total / len(batches)).backward()",
         proof=parity("ODD-fsdp=2"),
     ),
     Fault(
@@ -231,8 +232,8 @@ VOCABULARY = (
         name="tied-weight-without-the-input-side",
         history="NVIDIA/Megatron-LM#656",
         file="parallel/tensor.py",
-        old='weight=_local(module, "weight")):\n            x = inner(',
-        new='weight=_local(module, "weight").detach()):\n            x = inner(',
+        old='weight=local_parameter(module, "weight")):\n            x = inner(',
+        new='weight=local_parameter(module, "weight").detach()):\n            x = inner(',
         proof=parity("LL321T-fsdp=2-tp=2"),
     ),
 )

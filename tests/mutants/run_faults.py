@@ -79,8 +79,8 @@ STEP = (
         name="replicas-do-not-meet",
         history="NVIDIA-NeMo/Automodel#3135",
         file="parallel/data.py",
-        old='mesh.device_mesh["dp", "fsdp"] if layout.dp > 1 else mesh.device_mesh["fsdp"]',
-        new='mesh.device_mesh["fsdp"]',
+        old='replicas = ("dp",) if layout.dp > 1 else ()',
+        new="replicas = ()",
         proof=parity("LL-dp=2"),
     ),
     Fault(
@@ -95,8 +95,8 @@ STEP = (
         name="only-the-last-micro-batch-kept",
         history="NVIDIA/Megatron-LM#7186",
         file="trainer/step.py",
-        old="one.backward()",
-        new="part.model.zero_grad()\n            one.backward()",
+        old="(own / total).backward()",
+        new="part.model.zero_grad()\n            (own / total).backward()",
         proof=parity("ODD-fsdp=2"),
     ),
     Fault(
@@ -200,8 +200,8 @@ ROWS = (
         name="padding-id-is-never-trained",
         history="huggingface/transformers#23530",
         file="trainer/data/batches.py",
-        old="    return ids, labels\n",
-        new="    return ids, labels.masked_fill(ids == 0, IGNORE)\n",
+        old="return Batch(ids, labels, real)",
+        new="return Batch(ids, labels.masked_fill(ids == 0, IGNORE), real)",
         proof=parity("ODD-fsdp=2"),
     ),
     Fault(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from shardwise.config import Layout
 from tests.oracle import Row
 from tests.run_ranks import run_ranks
 
@@ -55,7 +55,7 @@ def run_steps(
     model_dir: Path, layout: dict[str, int], batches: Sequence[Sequence[Row]], **train: Any
 ) -> list[list[RankStep]]:
     """Train on each batch in turn; result[rank][step]."""
-    num_ranks = math.prod(size for axis, size in layout.items() if axis != "zero")
+    num_ranks = Layout(**layout).world_size
     return run_ranks(num_ranks, _train_on_rank, str(model_dir), layout, batches, train)
 
 
@@ -64,7 +64,7 @@ def _train_on_rank(
 ) -> list[RankStep]:
     import torch
 
-    from shardwise.config import Layout, Plan, Precision, Train
+    from shardwise.config import Plan, Precision, Train
     from shardwise.parallel.mesh import build_mesh
     from shardwise.trainer.optim import make_optimizer
     from shardwise.trainer.step import train_step

@@ -39,7 +39,7 @@ def load_on_rank(rank: int, model_dir: str, layout: dict[str, int]) -> Any:
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
         for name, p in model.named_parameters()
     }
-    sizes = RankSizes.of(facts, plan.layout.tp)
+    sizes = RankSizes.of(facts, plan.layout)
     planned = facts.num_layers * sizes.layer + sizes.outer
     on_meta = [n for n, t in [*model.named_buffers(), *full.items()] if t.is_meta]
     return num_bytes, held, full, planned, on_meta

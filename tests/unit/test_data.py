@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.config import Layout
 from shardwise.errors import UserError
+from shardwise.parallel.context import own_columns
 from shardwise.trainer.data.batches import micro_batches, num_targets, rows_of_step
 from shardwise.trainer.data.chat import Example, encode
 from shardwise.trainer.data.read import read_conversations
@@ -174,11 +177,50 @@ def test_micro_batches_deal_every_row_once_and_evenly(
     found = sorted(
         int((row != IGNORE).sum()) + 1
         for batches in dealt
-        for _, labels in batches
-        for row in labels
+        for batch in batches
+        for row in batch.targets
         if (row != IGNORE).any()
     )
     assert found == sorted(lengths)
+
+
+class FakeMesh:
+    """One rank of a `cp` axis."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.layout = Layout(cp=num_ranks)
+        self._rank = rank
+
+    def rank(self, axis: str) -> int:
+        return self._rank
+
+
+@pytest.mark.parametrize("length", [2, 3, 8, 17, 63, 66])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_no_target_is_lost_or_invented_where_a_row_is_cut(
+    tmp_path: Path, num_ranks: int, length: int
+) -> None:
+    """Each token with the one after it, once, over all ranks (bug bank 7 and 28)."""
+    ids = list(range(100, 100 + length))
+    write_rows(tmp_path, [Example(ids=ids, trained=[True] * length)], seq_len=128, vocab_size=320)
+    pairs: list[tuple[int, int]] = []
+    lengths = set()
+    for rank in range(num_ranks):
+        (batch,) = micro_batches(
+            open_rows(tmp_path),
+            [0],
+            micro_batch=1,
+            data_rank=0,
+            num_data_ranks=1,
+            multiple=Layout(cp=num_ranks).sequence_multiple,
+            columns=own_columns(FakeMesh(rank, num_ranks)),  # type: ignore[arg-type]
+            device=torch.device("cpu"),
+        )
+        lengths.add(batch.ids.shape)
+        flat = zip(batch.ids.flatten().tolist(), batch.targets.flatten().tolist(), strict=True)
+        pairs += [(token, target) for token, target in flat if target != IGNORE]
+    assert sorted(pairs) == list(pairwise(ids))
+    assert len(lengths) == 1
 
 
 @pytest.mark.parametrize("name", ["quickstart_train", "quickstart_eval"])

@@ -57,9 +57,19 @@ def test_sizes_must_divide_the_feed_forward_width_too() -> None:
     assert "129 feed-forward columns" in reason
 
 
-def test_an_axis_that_is_not_built_is_refused_by_name() -> None:
-    reason = why_illegal(Layout(ep=2), facts("LL"), task="full")
-    assert reason == "ep=2: expert parallelism is not built yet"
+def test_experts_are_split_evenly_over_ranks_that_read_different_tokens() -> None:
+    assert why_illegal(Layout(ep=2), facts("LL"), task="full") == (
+        "ep=2: llama has no experts; set ep=1"
+    )
+    reasons = {
+        size: str(why_illegal(Layout(fsdp=6, ep=size), facts("MIX"), task="full"))
+        for size in (2, 3, 4)
+    }
+    assert reasons[2] == "None"
+    assert reasons[3].endswith("does not divide the 4 experts; ep sizes that work: 1, 2")
+    assert "4 does not divide the 6 fsdp x cp x tp ranks" in reasons[4]
+    assert "sequence_parallel=true" in str(why_illegal(Layout(tp=2), facts("MIX"), task="full"))
+    assert "output_router_logits" in str(why_illegal(Layout(pp=2), facts("MOE"), task="full"))
 
 
 def test_serving_does_not_shard_with_fsdp() -> None:

@@ -55,6 +55,8 @@ def kept_bytes(
         ("Q3", "full_attention"),
         ("G3", "full_attention"),
         ("G3", "sliding_attention"),
+        ("MIX", "full_attention"),
+        ("MOE", "full_attention"),
     ],
 )
 def test_activations_of_a_layer_are_what_autograd_keeps(
@@ -89,7 +91,7 @@ def test_states_are_sixteen_bytes_a_parameter_divided_by_fsdp() -> None:
 
 def test_tensor_parallel_divides_matrices_and_not_norms() -> None:
     facts = facts_of_config(SMOLLM2, source="smol")
-    one, three = RankSizes.of(facts, 1), RankSizes.of(facts, 3)
+    one, three = RankSizes.of(facts, Layout()), RankSizes.of(facts, Layout(tp=3))
     norms = 2 * facts.hidden_size
     assert one.layer == facts.num_layer_parameters
     assert three.layer - norms == (one.layer - norms) // 3

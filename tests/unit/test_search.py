@@ -23,7 +23,7 @@ MACHINE = Machine(
     memory_bytes_per_s=1e10,
     collectives=[
         Timing(op=op, num_bytes=size, seconds=1e-4 + size / 1e9)
-        for op in ("all_reduce", "all_gather", "reduce_scatter", "send")
+        for op in ("all_reduce", "all_gather", "reduce_scatter", "send", "all_to_all")
         for size in (2**16, 2**20, 2**26)
     ],
 )

@@ -9,7 +9,8 @@ from shardwise.config import PLAN_FILE, Layout, Plan, load_plan
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.launch.start import start_check
 from shardwise.models.facts import CONFIG_FILE, read_facts
-from shardwise.weights.index import open_index, verify
+from shardwise.weights.index import verify
+from shardwise.weights.names import open_model_index
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -29,10 +30,10 @@ def start_export(source: Path, out: Path, dtype: str | None, *, check: bool) -> 
     name = _SHORT[facts.dtype] if dtype is None else dtype
     if name not in DTYPES:
         raise UserError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}.")
-    index = open_index(directory)
+    index = open_model_index(directory, facts)
     for warning in verify(index, facts.parameter_shapes, tied=facts.tied):
         console.out.print(f"note: {warning}")
-    console.out.print(f"writing {len(facts.parameter_shapes)} tensors to {out} ...")
+    console.out.print(f"writing {facts.num_parameters / 1e6:.1f} M parameters to {out} ...")
     num_bytes = export_model(index, facts, out, DTYPES[name])
     console.out.print(f"exported {directory}: {console.gib(num_bytes)}, {name}")
     if not check:

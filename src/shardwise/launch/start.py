@@ -23,7 +23,8 @@ from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
 from shardwise.planner.memory import predict_memory
 from shardwise.planner.search import MEMORY_EVIDENCE
-from shardwise.weights.index import open_index, verify
+from shardwise.weights.index import verify
+from shardwise.weights.names import open_model_index
 
 if TYPE_CHECKING:
     from shardwise.trainer.data.chat import Example
@@ -45,7 +46,7 @@ def check_model(plan: Plan) -> Plan:
     """
     facts = read_facts(plan.model)
     plan = check_plan(plan, facts)
-    index = open_index(plan.model)
+    index = open_model_index(plan.model, facts)
     for warning in verify(index, facts.parameter_shapes, tied=facts.tied):
         console.out.print(f"note: {warning}")
     memory, capacity = predict_memory(plan, facts), plan.devices.memory_gib

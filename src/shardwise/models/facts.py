@@ -16,9 +16,18 @@ from shardwise.models.families import FAMILIES, Family
 CONFIG_FILE = "config.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """names of the two parameters that a model may tie"""
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""names of a layer's stacked experts"""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """that do not depend on the length of a row"""
 _DEFAULT_WINDOW = 4096  # of transformers' config classes
+_EVERY_LAYER_ALIKE: dict[str, tuple[Any, ...]] = {
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], ()),
+    "router_jitter_noise": (0.0, 0),
+    "use_sliding_window": (False,),
+}
+"""settings of a mixture of experts, and the values that are proved"""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -44,6 +53,11 @@ class ModelFacts:
     num_sliding_layers: int
     dropout: float
     dtype: str
+    num_experts: int = 0
+    """of each layer; 0: a plain MLP"""
+    experts_per_token: int = 0
+    has_balance_loss: bool = False
+    """whether training adds the router's balance loss, as `output_router_logits` says"""
 
     @property
     def model_type(self) -> str:
@@ -69,15 +83,19 @@ class ModelFacts:
             "self_attn.k_proj": (kv, h, self.qkv_bias),
             "self_attn.v_proj": (kv, h, self.qkv_bias),
             "self_attn.o_proj": (h, q, self.o_bias),
-            "mlp.gate_proj": (f, h, self.mlp_bias),
-            "mlp.up_proj": (f, h, self.mlp_bias),
-            "mlp.down_proj": (h, f, self.mlp_bias),
         }
+        if not self.num_experts:
+            linears["mlp.gate_proj"] = linears["mlp.up_proj"] = (f, h, self.mlp_bias)
+            linears["mlp.down_proj"] = (h, f, self.mlp_bias)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (num_out, num_in, bias) in linears.items():
             shapes[f"{name}.weight"] = (num_out, num_in)
             if bias:
                 shapes[f"{name}.bias"] = (num_out,)
+        if self.num_experts:
+            shapes["mlp.gate.weight"] = (self.num_experts, h)
+            shapes[GATE_UP] = (self.num_experts, 2 * f, h)
+            shapes[DOWN] = (self.num_experts, h, f)
         if self.family.qk_norm:
             shapes["self_attn.q_norm.weight"] = (self.head_dim,)
             shapes["self_attn.k_norm.weight"] = (self.head_dim,)
@@ -100,6 +118,19 @@ class ModelFacts:
     def num_layer_parameters(self) -> int:
         """Parameters of one decoder layer."""
         return sum(math.prod(shape) for shape in self.layer_shapes.values())
+
+    @property
+    def num_layer_expert_parameters(self) -> int:
+        """Parameters of one layer's experts."""
+        experts = (GATE_UP, DOWN) if self.num_experts else ()
+        return sum(math.prod(self.layer_shapes[name]) for name in experts)
+
+    @property
+    def num_active_layer_parameters(self) -> int:
+        """Parameters of one layer that a token meets."""
+        experts = self.num_layer_expert_parameters
+        met = experts * self.experts_per_token // max(1, self.num_experts)
+        return self.num_layer_parameters - experts + met
 
     @property
     def num_outer_parameters(self) -> int:
@@ -149,11 +180,12 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
     if dtype not in _DTYPES:
         raise UserError(f"{source}: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
     num_layers = size.required("num_hidden_layers")
+    width = family.experts.width if family.experts else "intermediate_size"
     num_sliding = _num_sliding_layers(config, family, num_layers, size)
     return ModelFacts(
         family=family,
         hidden_size=hidden_size,
-        intermediate_size=size.required("intermediate_size"),
+        intermediate_size=size.required(width),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=size.optional("num_key_value_heads", family.default_kv_heads or num_heads),
@@ -168,7 +200,25 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
         num_sliding_layers=num_sliding,
         dropout=_dropout(config, source),
         dtype=dtype,
+        **_experts(config, family, size),
     )
+
+
+def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[str, Any]:
+    """What a config says of experts, refusing what is not proved."""
+    if family.experts is None:
+        return {}
+    for key, value in _EVERY_LAYER_ALIKE.items():
+        if config.get(key) not in (None, *value):
+            raise UserError(
+                f"{size.source}: {key}={config[key]!r} is not proved; {key}={value[0]!r} is."
+            )
+    key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+    return {
+        "num_experts": size.required(key),
+        "experts_per_token": size.required("num_experts_per_tok"),
+        "has_balance_loss": bool(config.get("output_router_logits", False)),
+    }
 
 
 def _family(config: Mapping[str, Any], source: str) -> Family:
@@ -237,6 +287,8 @@ def _num_sliding_layers(
         return sum(kind == "sliding_attention" for kind in types)
     if family.sliding == "all":
         return num_layers if config.get("sliding_window", _DEFAULT_WINDOW) else 0
+    if family.sliding == "given":
+        return num_layers if config.get("sliding_window") else 0
     if family.sliding == "upper":
         windowed = config.get("use_sliding_window")
         return (

@@ -11,6 +11,7 @@ from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
 from shardwise.parallel.context import apply_context_parallel
 from shardwise.parallel.data import DTYPES, apply_fsdp
+from shardwise.parallel.expert import apply_expert_parallel, experts_of
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
 from shardwise.parallel.recompute import apply_checkpointing
@@ -55,28 +56,30 @@ def _part(
 ) -> Part:
     """One stage. The order matters:
     1. pipeline: take out what other stages have, so that nothing more is done to it;
-    2. tensor parallel, while the modules are still plain and their rules can be read;
-    3. context parallel, which works on what attention sees of its heads;
-    4. activation checkpointing, around layers that are already split;
-    5. compilation, of what a layer has become;
-    6. FSDP last, so that it shards what the others left and gathers it layer by layer.
+    2. expert parallel, so that what follows finds experts that are already split;
+    3. tensor parallel, while the modules are still plain and their rules can be read;
+    4. context parallel, which works on what attention sees of its heads;
+    5. activation checkpointing, around layers that are already split;
+    6. compilation, of what a layer has become;
+    7. FSDP last, so that it shards what the others left and gathers it layer by layer.
     Weights are loaded afterwards, each rank reading only its own slices.
     """
     serving, layout = plan.task == "serve", plan.layout
     root, partial = model, {}
     if layout.pp > 1:
         root = Stage(model, spec, sequence_parts=layout.sequence_parts)
+    layers = [layer for layer in decoder_layers(model) if not isinstance(layer, Absent)]
+    experts = [experts_of(layer) for layer in layers] if layout.ep > 1 else []
+    for module in experts:
+        apply_expert_parallel(module, mesh)
     if layout.tp > 1:
-        partial = apply_tensor_parallel(
-            model, mesh, num_kv_heads=facts.num_kv_heads, gather_logits=serving
-        )
+        partial = apply_tensor_parallel(model, mesh, facts, gather_logits=serving)
     if layout.cp > 1:
         apply_context_parallel(model, mesh)
     if not serving:
-        layers = [layer for layer in decoder_layers(model) if not isinstance(layer, Absent)]
         apply_checkpointing(model, layers, plan.train)
         if plan.train.compile:
             for layer in layers:
                 layer.compile()
-        apply_fsdp(root, layers, mesh, plan)
+        apply_fsdp(root, layers, experts, mesh, plan)
     return Part(model=model, root=root, spec=spec, partial=partial)

@@ -13,6 +13,40 @@ import torch
 import torch.distributed as dist
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.counts = sent, received, group
+        return _all_to_all(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        sent, received, group = ctx.counts
+        return _all_to_all(grad, received, sent, group), None, None, None
+
+
+def _all_to_all(
+    x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+def exchange(
+    x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send the first `sent[0]` rows to rank 0, the next to rank 1, and so on; the gradients come
+    back the same way.
+
+    Returns:
+        [sum(received), ...], the rows of each rank in turn.
+    """
+    return _Exchange.apply(x, sent, received, group)
+
+
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -14,8 +14,17 @@ from shardwise.parallel.mesh import Mesh
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def apply_fsdp(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, plan: Plan) -> None:
+def apply_fsdp(
+    root: nn.Module,
+    layers: Iterable[nn.Module],
+    experts: Iterable[nn.Module],
+    mesh: Mesh,
+    plan: Plan,
+) -> None:
     """Shard every parameter over the `fsdp` axis: one group a layer, one for the rest.
+
+    Args:
+        experts: modules split over `ep`, each a group of its own over the `efsdp` axis.
 
     With `dp` above 1 every shard has replicas. Gradients are summed, never averaged: the loss is
     already divided by the number of trained tokens of the whole step. They are reduced in fp32
@@ -27,8 +36,11 @@ def apply_fsdp(root: nn.Module, layers: Iterable[nn.Module], mesh: Mesh, plan: P
         reduce_dtype=DTYPES[plan.precision.reduce],
     )
     layout = mesh.layout
-    axes = mesh.device_mesh["dp", "fsdp"] if layout.dp > 1 else mesh.device_mesh["fsdp"]
-    for module in (*layers, root):
+    replicas = ("dp",) if layout.dp > 1 else ()
+    dense = mesh.device_mesh[(*replicas, "fsdp")]
+    groups = [(module, mesh.expert_mesh[(*replicas, "efsdp")]) for module in experts]
+    groups += [(module, dense) for module in (*layers, root)]
+    for module, axes in groups:
         # the outer group is needed again at once, when the backward pass begins
         let_go = not layout.keeps_gathered and module is not root
         fully_shard(module, mesh=axes, mp_policy=policy, reshard_after_forward=let_go)

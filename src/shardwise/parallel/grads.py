@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.parallel.mesh import AXES, KV_HEADS, Mesh
+from shardwise.parallel.mesh import AXES, EXPERT_AXES, KV_HEADS, Mesh
 
 _PIECE = 2**16
 """values whose squares are added up at a time"""
@@ -87,6 +87,6 @@ def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) ->
 
 def _all_axis_sets() -> list[tuple[str, ...]]:
     sets: list[tuple[str, ...]] = [()]
-    for axis in (*AXES, KV_HEADS):
+    for axis in (*AXES, KV_HEADS, *EXPERT_AXES[2:]):
         sets += [(*earlier, axis) for earlier in sets]
     return sets

@@ -18,6 +18,7 @@ from shardwise.config import Layout
 from shardwise.parallel._torch import unflatten
 
 AXES = ("pp", "dp", "fsdp", "tp")
+EXPERT_AXES = ("pp", "dp", "efsdp", "ep")
 KV_HEADS, KV_REPLICAS = "tp_kv", "tp_kv_replicas"
 """the two axes that `tp` becomes where a KV head is held by several ranks"""
 
@@ -49,6 +50,11 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along an axis."""
         return self._view(axis).get_group(axis)
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks as the experts see them; only with expert parallelism."""
+        return self._views["ep"]
 
     def kv_view(self, num_kv_heads: int) -> DeviceMesh:
         """The `tp` axis as KV heads x ranks that hold the same head; neighbours hold the same.
@@ -100,6 +106,11 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     sizes = (layout.pp, layout.dp, layout.fsdp * layout.cp, layout.tp)
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
     mesh = Mesh(layout=layout, device_mesh=device_mesh)
+    if layout.ep > 1:  # the same ranks, as the experts see them
+        inner = layout.fsdp * layout.cp * layout.tp
+        sizes = (layout.pp, layout.dp, inner // layout.ep, layout.ep)
+        experts = init_device_mesh(device_type, sizes, mesh_dim_names=EXPERT_AXES)
+        mesh._views.update({"efsdp": experts, "ep": experts})
     if layout.cp > 1:
         view = unflatten(device_mesh["fsdp"], (layout.fsdp, layout.cp), ("rows", "cp"))
         mesh._views["cp"] = view

@@ -50,7 +50,7 @@ def _is_replicated(param: nn.Parameter, axis: str) -> bool:
         names = param.device_mesh.mesh_dim_names or ()
     if axis == KV_REPLICAS:
         return KV_REPLICAS in names
-    return axis == "dp" or not {"tp", KV_HEADS} & set(names)
+    return axis == "dp" or not {"tp", KV_HEADS, "ep"} & set(names)
 
 
 def _compare(named: Named, group: dist.ProcessGroup | None, where: str) -> None:

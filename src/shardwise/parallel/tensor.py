@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardwise.errors import UserError
 from shardwise.models.build import Absent, decoder_layers
+from shardwise.models.facts import ModelFacts
 from shardwise.parallel.collectives import (
     copy_to_group,
     gather_last_dim,
@@ -88,7 +89,7 @@ class Style:
     """whether each rank's gradient of the weight is only a part of it"""
 
 
-def tensor_rules(model: nn.Module) -> dict[str, str]:
+def tensor_rules(model: nn.Module, *, has_experts: bool = False) -> dict[str, str]:
     """Module name -> style name: transformers' table for this model, expanded and checked.
 
     Raises:
@@ -101,6 +102,8 @@ def tensor_rules(model: nn.Module) -> dict[str, str]:
     modules = [path for path, _ in model.named_modules()]
     rules: dict[str, str] = {}
     for pattern, style in table.items():
+        if has_experts and pattern.removeprefix("model.").startswith(_EXPERT_BLOCK):
+            continue  # experts work on whole tokens: each rank on its own
         if style not in STYLES:
             raise UserError(f"{name}: the style {style!r} of {pattern} is not built; use fsdp.")
         found = fnmatch.filter(modules, pattern)
@@ -111,21 +114,20 @@ def tensor_rules(model: nn.Module) -> dict[str, str]:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: Mesh, *, num_kv_heads: int, gather_logits: bool
+    model: nn.Module, mesh: Mesh, facts: ModelFacts, *, gather_logits: bool
 ) -> dict[str, str]:
     """Shard a model on the meta device over the `tp` axis, in place.
 
     Args:
-        num_kv_heads: of the whole model. Where there are fewer than ranks, each head is held by
-            as many ranks as it takes.
+        facts: where there are fewer KV heads than ranks, each is held by as many as it takes.
         gather_logits: whether the head returns whole logits [..., vocab] or this rank's chunk.
 
     Returns:
         Parameter name -> the axis over which its gradients must still be summed after the
         backward pass, because each rank has seen only a part of its use.
     """
-    region = region_of(mesh)
-    rules = tensor_rules(model)
+    region, num_kv_heads = region_of(mesh), facts.num_kv_heads
+    rules = tensor_rules(model, has_experts=facts.num_experts > 0)
     shards = _Shards(mesh)
     for path, name in rules.items():
         module = model.get_submodule(path)
@@ -192,6 +194,7 @@ class _Shards:
         self.partial[f"{path}.{name}"] = KV_REPLICAS
 
 
+_EXPERT_BLOCK = "layers.*.mlp."
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 
 
@@ -220,7 +223,7 @@ def _parent(path: str) -> str:
 
 
 @contextmanager
-def _using(module: nn.Module, **tensors: torch.Tensor | None) -> Iterator[None]:
+def using(module: nn.Module, **tensors: torch.Tensor | None) -> Iterator[None]:
     """Let a module's forward see other tensors under its parameters' names."""
     kept = {name: module._parameters[name] for name in tensors}
     module._parameters.update(tensors)
@@ -230,7 +233,7 @@ def _using(module: nn.Module, **tensors: torch.Tensor | None) -> Iterator[None]:
         module._parameters.update(kept)
 
 
-def _local(module: nn.Module, name: str) -> Any:
+def local_parameter(module: nn.Module, name: str) -> Any:
     """The local tensor of a sharded parameter (its gradient comes back as a sharded one)."""
     param = module._parameters.get(name)
     return param.to_local() if isinstance(param, DTensor) else param
@@ -240,8 +243,8 @@ def _column(module: nn.Module, inner: Forward, region: Region) -> Forward:
     """Split the output: every rank has some of the columns of y = x W."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        weights = {n: _local(module, n) for n in module._parameters}
-        with _using(module, **weights):
+        weights = {n: local_parameter(module, n) for n in module._parameters}
+        with using(module, **weights):
             return inner(x)
 
     return forward
@@ -266,7 +269,7 @@ def _row(module: nn.Module, inner: Forward, region: Region) -> Forward:
     def forward(x: torch.Tensor) -> torch.Tensor:
         bias = module._parameters.get("bias")
         hidden = {"bias": None} if bias is not None else {}
-        with _using(module, weight=_local(module, "weight"), **hidden):
+        with using(module, weight=local_parameter(module, "weight"), **hidden):
             y = region.leave(inner(x))
         return y if bias is None else y + bias
 
@@ -282,7 +285,7 @@ def _vocab_embedding(module: nn.Module, inner: Forward, region: Region) -> Forwa
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         elsewhere = (ids < rows.start) | (ids >= rows.stop)
-        with _using(module, weight=_local(module, "weight")):
+        with using(module, weight=local_parameter(module, "weight")):
             x = inner((ids - rows.start).masked_fill(elsewhere, 0))
         return sum_over_group(x.masked_fill(elsewhere.unsqueeze(-1), 0), region.ranks)
 

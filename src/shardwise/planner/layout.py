@@ -16,16 +16,13 @@ from shardwise.planner.stages import why_not_scheduled
 KV = "KV heads"
 _STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 _NO_STAGE: tuple[Literal[3], ...] = (3,)
-_NOT_BUILT = {
-    "ep": "expert parallelism is not built yet",
-}
 
 
 def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
     """The reason why a layout cannot run, with a value that can; None if it is legal."""
-    for axis, reason in _NOT_BUILT.items():
-        if getattr(layout, axis) > 1:
-            return f"{axis}={getattr(layout, axis)}: {reason}"
+    reason = _why_not_expert(layout, facts, task)
+    if reason is not None:
+        return reason
     if layout.sequence_parallel and (task == "serve" or layout.tp == 1):
         return (
             "sequence_parallel splits the sequence over the tp ranks of a training run; "
@@ -55,6 +52,37 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
             )
     if layout.tp > facts.vocab_size:
         return f"tp={layout.tp} is larger than the vocabulary of {facts.vocab_size}"
+    return None
+
+
+def _why_not_expert(layout: Layout, facts: ModelFacts, task: str) -> str | None:
+    """What a mixture of experts cannot do, and what only one can."""
+    if not facts.num_experts:
+        return (
+            f"ep={layout.ep}: {facts.model_type} has no experts; set ep=1"
+            if layout.ep > 1
+            else None
+        )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        if task == "serve":
+            return f"tp={layout.tp}: experts are served by one process so far; set tp=1"
+        return (
+            f"tp={layout.tp}: the experts of {facts.model_type} work on whole tokens, so the tp "
+            "ranks must split the sequence; set sequence_parallel=true"
+        )
+    inner = layout.fsdp * layout.cp * layout.tp
+    for what, number in (("experts", facts.num_experts), ("fsdp x cp x tp ranks", inner)):
+        if number % layout.ep:
+            sizes = [n for n in _divisors(number) if facts.num_experts % n == inner % n == 0]
+            return (
+                f"ep={layout.ep} does not divide the {number} {what}; ep sizes that work: "
+                f"{', '.join(map(str, sizes))}"
+            )
+    if facts.has_balance_loss and layout.pp > 1:
+        return (
+            f"pp={layout.pp}: the router's balance loss is one of all layers together, which a "
+            "pipeline does not have in one place; set output_router_logits to false in config.json"
+        )
     return None
 
 
@@ -98,9 +126,11 @@ def legal_layouts(
     for tp, pp, cp, fsdp, dp in _shares(num_devices, facts, task, most_cp):
         # a stage of an axis of one is none, a pipeline has only the first
         zeros = (_STAGES if pp == 1 else _STAGES[:1]) if fsdp * cp > 1 else _NO_STAGE
-        for zero, split in product(zeros, (False, True) if tp > 1 else (False,)):
+        splits = (False, True) if tp > 1 else (False,)
+        eps = _divisors(math.gcd(facts.num_experts, fsdp * cp * tp)) if facts.num_experts else [1]
+        for zero, split, ep in product(zeros, splits, eps):
             layout = Layout(
-                dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, zero=zero, sequence_parallel=split
+                dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, sequence_parallel=split
             )
             if why_illegal(layout, facts, task=task) is None:
                 yield layout
@@ -174,6 +204,8 @@ def _kinds(layout: Layout, task: str) -> set[str]:
     kinds = {*axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
     if layout.sequence_parallel:
         kinds.add("sequence parallel")
+    if layout.ep > 1:
+        kinds.add("ep")
     if layout.num_shards > 1 and layout.zero < 3:
         kinds.add(f"ZeRO-{layout.zero}")
     return kinds
@@ -188,5 +220,5 @@ def _split_by_tp(facts: ModelFacts) -> dict[str, int]:
     return {
         "attention heads": facts.num_heads,
         KV: facts.num_kv_heads,
-        "feed-forward columns": facts.intermediate_size,
+        **({} if facts.num_experts else {"feed-forward columns": facts.intermediate_size}),
     }

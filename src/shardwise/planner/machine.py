@@ -13,7 +13,7 @@ from pydantic import Field
 from shardwise.config import Config, parse, read_yaml
 from shardwise.errors import UserError
 
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "all_to_all"]
 
 
 class Timing(Config):

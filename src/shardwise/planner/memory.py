@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import GIB, Layout, Memory, Plan
-from shardwise.models.facts import ModelFacts
+from shardwise.models.facts import DOWN, GATE_UP, ModelFacts
 from shardwise.planner.stages import StageSpec, passes_under_way, stages_of, worst_ranks
 
 FP32 = 4
+_INDEX = 8
 LOSS_CHUNK_TOKENS = 256
 """tokens whose logits exist at a time, which the loss obeys"""
 _RUNTIME_BYTES = {"cpu": int(0.36 * GIB), "accelerator": int(1.0 * GIB)}
@@ -31,7 +32,9 @@ class RankSizes:
     """Parameters of one rank, after pipeline and tensor parallelism and before FSDP."""
 
     layer: int
-    """of one decoder layer"""
+    """of one decoder layer, its experts included"""
+    experts: int
+    """of one layer, those that have a sharding of their own (ep > 1)"""
     num_layers: int
     embedding: int
     head: int
@@ -47,15 +50,23 @@ class RankSizes:
         """All of them."""
         return self.num_layers * self.layer + self.outer
 
+    def own(self, layout: Layout) -> int:
+        """What one rank keeps of them."""
+        experts = self.num_layers * self.experts
+        dense = -(-(self.total - experts) // layout.num_shards)
+        return dense + -(-experts // layout.num_expert_shards)
+
     @classmethod
-    def of(cls, facts: ModelFacts, tp: int, stages: Sequence[StageSpec] | None = None) -> RankSizes:
+    def of(
+        cls, facts: ModelFacts, layout: Layout, stages: Sequence[StageSpec] | None = None
+    ) -> RankSizes:
         """Sizes of the largest rank: uneven cuts round up.
 
         Args:
             stages: those of the rank; None: the whole model.
         """
-        layer = sum(math.prod(shape) for shape in local_shapes(facts, tp).values())
-        table = -(-facts.vocab_size // tp) * facts.hidden_size
+        layer = sum(math.prod(shape) for shape in local_shapes(facts, layout).values())
+        table = -(-facts.vocab_size // layout.tp) * facts.hidden_size
         if stages is None:
             num_layers, has_embedding, has_head, shared = facts.num_layers, True, True, facts.tied
         else:
@@ -66,6 +77,7 @@ class RankSizes:
         head = facts.hidden_size + (0 if shared else table)
         return cls(
             layer=layer,
+            experts=facts.num_layer_expert_parameters // layout.ep if layout.ep > 1 else 0,
             num_layers=num_layers,
             embedding=table if has_embedding else 0,
             head=head if has_head else 0,
@@ -77,20 +89,32 @@ def stages_of_rank(plan: Plan, facts: ModelFacts, rank: int) -> list[StageSpec]:
     return [stage for stage in stages_of(plan, facts) if stage.rank == rank]
 
 
-def local_shapes(facts: ModelFacts, tp: int) -> dict[str, tuple[int, ...]]:
-    """What one rank of `tp` holds of each parameter of a layer: norms and row biases are whole
-    everywhere, and a KV head is never cut."""
+def local_shapes(facts: ModelFacts, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """What one rank of `tp` and `ep` holds of each parameter of a layer: norms and row biases are
+    whole everywhere, and a KV head is never cut."""
     shapes = facts.layer_shapes.items()
-    return {name: _local_shape(name, shape, facts, tp) for name, shape in shapes}
+    return {name: _local_shape(name, shape, facts, layout) for name, shape in shapes}
 
 
-def _local_shape(name: str, shape: tuple[int, ...], facts: ModelFacts, tp: int) -> tuple[int, ...]:
+def _local_shape(
+    name: str, shape: tuple[int, ...], facts: ModelFacts, layout: Layout
+) -> tuple[int, ...]:
+    tp = layout.tp
     if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
         return shape
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return (shape[0], shape[1] // tp)
+    if is_expert(name):
+        return (shape[0] // layout.ep, *shape[1:])
+    if name == "mlp.gate.weight":
+        return shape  # the router works on whole tokens
     parts = min(tp, facts.num_kv_heads) if is_kv(name) else tp
     return (shape[0] // parts, *shape[1:])
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to stacked experts."""
+    return name in (GATE_UP, DOWN)
 
 
 def is_kv(name: str) -> bool:
@@ -99,14 +123,22 @@ def is_kv(name: str) -> bool:
 
 
 def activation_bytes_per_token(
-    facts: ModelFacts, *, tp: int, compute_bytes: int, sequence_parallel: bool = False
+    facts: ModelFacts,
+    *,
+    tp: int,
+    compute_bytes: int,
+    sequence_parallel: bool = False,
+    ep: int = 1,
 ) -> int:
     """Bytes that one decoder layer keeps for its backward pass, per token.
 
     By operation: each norm keeps its fp32 input and its scaled output; the projections keep their
     inputs; attention keeps q, k, v, its output and one fp32 number a head; the gated MLP keeps
     both halves, the activation and the product. With sequence parallelism a rank has the norms of
-    its own tokens only; the projections keep their gathered inputs.
+    its own tokens only; the projections keep their gathered inputs. Experts (grouped products) keep
+    for each choice of a token their input, both halves, the activation, the product and the output,
+    and five numbers of indices; tokens that travel are kept once more. The experts are taken to be
+    used evenly.
     """
     c = compute_bytes
     norm = FP32 + (FP32 if facts.family.fp32_norm_output else c)
@@ -119,6 +151,13 @@ def activation_bytes_per_token(
     attention = 2 * (q + kv) * c + num_heads * FP32
     qk_norms = (q + kv) * norm + 2 * num_heads * FP32 if facts.family.qk_norm else 0
     mlp = 4 * (facts.intermediate_size // tp) * c
+    if not facts.num_experts:
+        return norms + linears + attention + qk_norms + mlp
+    # a rank's experts have as many tokens to work on as its part of the sequence has
+    linears = facts.hidden_size * c + facts.hidden_size * c // tp
+    sizes = (2 if ep == 1 else 3) * facts.hidden_size + 4 * facts.intermediate_size
+    choice = sizes * c + (5 if ep == 1 else 11) * _INDEX
+    mlp = (facts.experts_per_token * choice + facts.num_experts * FP32) // tp
     return norms + linears + attention + qk_norms + mlp
 
 
@@ -188,9 +227,9 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
     """
     layout, train = plan.layout, plan.train
     stages = stages_of_rank(plan, facts, rank)
-    sizes = RankSizes.of(facts, layout.tp, stages)
+    sizes = RankSizes.of(facts, layout, stages)
     c = plan.precision.compute_bytes
-    own = -(-sizes.total // layout.num_shards)
+    own = sizes.own(layout)
     tokens = local_tokens(plan)
     received = _received_bytes(plan, facts, stages)
     gathered = (sizes.total if layout.keeps_gathered else sizes.outer) * c
@@ -236,6 +275,7 @@ def _kept(plan: Plan, facts: ModelFacts) -> int:
         tp=layout.tp,
         compute_bytes=plan.precision.compute_bytes,
         sequence_parallel=layout.sequence_parallel,
+        ep=layout.ep,
     )
     per_token += context_bytes_per_token(facts, layout, plan.precision.compute_bytes)
     return per_token * local_tokens(plan)
@@ -270,7 +310,8 @@ def _selective_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int
     """The results of a layer's matrix products and of its attention."""
     tp = layout.tp
     q, kv = facts.q_size // tp, facts.kv_size // min(tp, facts.num_kv_heads)
-    products = q + 2 * kv + 2 * facts.hidden_size + 2 * (facts.intermediate_size // tp)
+    mlp = facts.hidden_size + 2 * (facts.intermediate_size // tp)
+    products = q + 2 * kv + facts.hidden_size + (facts.num_experts or mlp)
     return (products + q) * c + facts.num_heads // tp * FP32
 
 
@@ -295,7 +336,7 @@ def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
 def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     """Weights, the cache of one whole context, and one pass over the longest prompt."""
     tp, c = plan.layout.tp, plan.precision.compute_bytes
-    sizes = RankSizes.of(facts, tp)
+    sizes = RankSizes.of(facts, plan.layout)
     context = plan.serve.context or facts.max_positions
     layer = (2 * facts.hidden_size + 4 * facts.intermediate_size // tp + 2 * facts.q_size // tp) * c
     return {

@@ -116,7 +116,7 @@ def _rank(index: int, pp: int, style: str) -> int:
 def layer_costs(plan: Plan, facts: ModelFacts) -> Sequence[float]:
     """Multiply-adds per token of each layer: its matrices, and attention over what it sees."""
     seen = plan.train.seq_len / 2
-    return [facts.num_layer_parameters + 2 * facts.q_size * seen] * facts.num_layers
+    return [facts.num_active_layer_parameters + 2 * facts.q_size * seen] * facts.num_layers
 
 
 def head_cost(facts: ModelFacts) -> float:

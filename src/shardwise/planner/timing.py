@@ -14,6 +14,7 @@ from shardwise.planner.memory import (
     LOSS_CHUNK_TOKENS,
     RankSizes,
     activation_bytes_per_token,
+    is_expert,
     is_kv,
     local_shapes,
     local_tokens,
@@ -31,6 +32,7 @@ from shardwise.planner.stages import (
 _TRAFFIC_PER_KEPT_BYTE = 10
 """Bytes that a layer's element-wise operations read and write, forward and backward, for each byte
 it keeps. Counted by dispatch over the families: 8.4 to 11.5 in fp32, 10.8 to 15 in bf16."""
+_COUNT_BYTES = 8
 _COPIES_PER_FSDP_BYTE = 4
 """FSDP copies what it sends into one flat buffer, and what it gets out of one: two reads and two
 writes of every byte gathered or reduced."""
@@ -86,24 +88,27 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
     """
     layout, c, r = plan.layout, plan.precision.compute_bytes, plan.precision.reduce_bytes
     stages = stages_of_rank(plan, facts, rank)
-    sizes = RankSizes.of(facts, layout.tp, stages)
+    sizes = RankSizes.of(facts, layout, stages)
     num_micro = plan.train.num_micro_batches(layout)
     lines = []
-    for group, count in _fsdp_groups(sizes, facts, plan, stages):
+    for axis, group, count in _fsdp_groups(sizes, facts, plan, stages):
+        num_ranks = layout.num_shards if axis == "fsdp" else layout.num_expert_shards
         gathers = 1 if layout.zero == 1 else num_micro
-        if layout.zero == 3 and group == sizes.layer:
+        if layout.zero == 3 and count == sizes.num_layers:
             gathers *= 2
         reductions = 1 if layout.reduces_once else num_micro
         moved: list[tuple[str, Op, int, int]] = [
-            ("fsdp", "all_gather", count * gathers, group * c),
-            ("fsdp", "reduce_scatter", count * reductions, group * r),
-            ("dp", "all_reduce", count * reductions, -(-group // layout.num_shards) * r),
+            (axis, "all_gather", count * gathers, group * c),
+            (axis, "reduce_scatter", count * reductions, group * r),
+            ("dp", "all_reduce", count * reductions, -(-group // num_ranks) * r),
         ]
         lines += [
-            Collective(axis=axis, op=op, count=times, num_bytes=num_bytes)
-            for axis, op, times, num_bytes in moved
-            if (layout.num_shards if axis == "fsdp" else layout.dp) > 1
+            Collective(axis=over, op=op, count=times, num_bytes=num_bytes)
+            for over, op, times, num_bytes in moved
+            if (layout.dp if over == "dp" else num_ranks) > 1
         ]
+    if layout.ep > 1:
+        lines += _expert_traffic(plan, facts, stages)
     if layout.cp > 1:
         lines += _context_traffic(plan, facts, stages)
     if layout.tp > 1:
@@ -115,10 +120,30 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
 
 def _fsdp_groups(
     sizes: RankSizes, facts: ModelFacts, plan: Plan, stages: Sequence[StageSpec]
-) -> list[tuple[int, int]]:
-    """Values of each FSDP group of a rank, and how many groups are like it."""
-    outer = [RankSizes.of(facts, plan.layout.tp, [stage]).outer for stage in stages]
-    return [(sizes.layer, sizes.num_layers), *((values, 1) for values in outer if values)]
+) -> list[tuple[str, int, int]]:
+    """Axis and values of each FSDP group of a rank, and how many groups are like it."""
+    groups = [("fsdp", sizes.layer - sizes.experts, sizes.num_layers)]
+    if sizes.experts:
+        groups.append(("efsdp", sizes.experts, sizes.num_layers))
+    outer = [RankSizes.of(facts, plan.layout, [stage]).outer for stage in stages]
+    return groups + [("fsdp", values, 1) for values in outer if values]
+
+
+def _expert_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[Collective]:
+    """Tokens to their experts and back, and their gradients; before them, how many there are.
+
+    A rank sends each token as often as it chooses experts, its own among them.
+    """
+    layers = sum(len(stage.layers) for stage in stages)
+    passes = layers * plan.train.num_micro_batches(plan.layout)
+    again = _recomputed(plan, stages)
+    tokens = local_tokens(plan) // plan.layout.sequence_parts * facts.experts_per_token
+    num_bytes = tokens * facts.hidden_size * plan.precision.compute_bytes
+    counts = facts.num_experts * _COUNT_BYTES
+    return [
+        Collective(axis="ep", op="all_to_all", count=4 * passes + 2 * again, num_bytes=num_bytes),
+        Collective(axis="ep", op="all_to_all", count=passes + again, num_bytes=counts),
+    ]
 
 
 def _context_traffic(
@@ -174,7 +199,8 @@ def _pipeline_traffic(
 
 
 def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[Collective]:
-    """Collectives of the `tp` axis. Each layer has two split regions, and the head is one."""
+    """Collectives of the `tp` axis. Each layer has two split regions (one where its MLP is a
+    mixture of experts), and the head is one."""
     layout, train = plan.layout, plan.train
     num_micro = train.num_micro_batches(layout)
     layers = num_micro * sum(len(stage.layers) for stage in stages)
@@ -189,8 +215,10 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
         lines.append(("all_gather", last, layout.tp * 2 * chunk * FP32))
     if layout.sequence_parallel:
         # in and out of a region, and the other way back; the embedding is cut once
-        lines.append(("all_gather", 4 * layers + 2 * recompute + first + last, whole))
-        lines.append(("reduce_scatter", 4 * layers + recompute + last, whole))
+        regions = 1 if facts.num_experts else 2
+        both_ways = 2 * regions * layers
+        lines.append(("all_gather", both_ways + regions * recompute + first + last, whole))
+        lines.append(("reduce_scatter", both_ways + recompute + last, whole))
         lines.append(("all_reduce", first, whole))
     else:
         lines.append(("all_reduce", 4 * layers + recompute + first + last, whole))
@@ -206,12 +234,14 @@ def _partial_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -
     """Gradients that are summed over ranks after the last backward pass: of what is not split
     but used on other heads or, with sequence parallelism, tokens; and of repeated KV heads."""
     layout = plan.layout
-    held = local_shapes(facts, layout.tp)
+    held = local_shapes(facts, layout)
     split = layout.sequence_parallel
     whole = [
         name
         for name, shape in held.items()
-        if shape == facts.layer_shapes[name] and (split or "q_norm" in name or "k_norm" in name)
+        if shape == facts.layer_shapes[name]
+        and (split or "q_norm" in name or "k_norm" in name)
+        and not (is_expert(name) and layout.ep > 1)
     ]
     repeated = [name for name in held if is_kv(name)] if layout.tp > facts.num_kv_heads else []
     num_layers = sum(len(stage.layers) for stage in stages)
@@ -260,9 +290,13 @@ def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> St
     tokens = train.num_micro_batches(layout) * local_tokens(plan)
     c = plan.precision.compute_bytes
     stages = stages_of_rank(plan, facts, rank)
-    sizes = RankSizes.of(facts, layout.tp, stages)
+    sizes = RankSizes.of(facts, layout, stages)
     kept = sizes.num_layers * activation_bytes_per_token(
-        facts, tp=layout.tp, compute_bytes=c, sequence_parallel=layout.sequence_parallel
+        facts,
+        tp=layout.tp,
+        compute_bytes=c,
+        sequence_parallel=layout.sequence_parallel,
+        ep=layout.ep,
     )
     logits = 0  # maximum, power, sum and softmax are made in place
     if sizes.head:
@@ -271,7 +305,7 @@ def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> St
         sizes.total / layout.num_shards * FP32 * 7
     )  # AdamW reads four tensors and writes three
     ledger = traffic(plan, facts, rank)
-    sharded = sum(x.count * x.num_bytes for x in ledger if x.axis in ("dp", "fsdp"))
+    sharded = sum(x.count * x.num_bytes for x in ledger if x.axis in ("dp", "fsdp", "efsdp"))
     passes = (_TRAFFIC_PER_KEPT_BYTE * kept + logits) * tokens
     longer = 1 + bubble(plan)
     flops = machine.matmul_flops[plan.precision.compute]

@@ -32,7 +32,7 @@ def run_probe(folder: Path, mesh: Mesh) -> None:
         Timing(
             op=op, num_bytes=size, seconds=_slowest(_collective_s(op, size, device, group), device)
         )
-        for op in ("all_reduce", "all_gather", "reduce_scatter", "send")
+        for op in ("all_reduce", "all_gather", "reduce_scatter", "send", "all_to_all")
         for size in _SIZES
     ]
     machine = Machine(
@@ -69,6 +69,7 @@ def _collective_s(op: Op, num_bytes: int, device: torch.device, group: dist.Proc
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(received, whole, group=group),
         "send": lambda: _send_around(whole, received, group),
     }
     return _seconds(run[op], device, budget_s=0.5)

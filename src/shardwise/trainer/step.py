@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from shardwise.parallel.pipeline import LossFunction
 from shardwise.parallel.replicas import check_no_gradients, check_replicas
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
+from shardwise.trainer.balance import balance_loss_sum
 from shardwise.trainer.data.batches import Batch, num_targets
 from shardwise.trainer.loss import head_loss_sum
 
@@ -84,9 +86,9 @@ def _accumulate(sharded: ShardedModel, batches: Sequence[Batch], total: int) -> 
         loss = torch.zeros((), device=mesh.device)
         for number, batch in enumerate(batches, start=1):
             begin_micro_batch(part.root, mesh.layout, is_last=number == len(batches))
-            one = _batch_loss_sum(part.model, batch, mesh) / total
-            one.backward()
-            loss += one.detach()
+            own, whole = _batch_losses(part.model, batch, mesh)
+            (own / total).backward()
+            loss += whole / total
     return mesh.sum_over(loss, mesh.data_axes)
 
 
@@ -119,20 +121,41 @@ def _run_pipeline(
     """All micro-batches through all stages; the loss of this rank's rows, on every stage."""
     mesh, last = sharded.mesh, sharded.parts[-1]  # if this rank has the last stage, it is here
     twice = sharded.pipeline is not None and sharded.pipeline.splits_backward
-    ids, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+    ids = torch.cat([batch.ids for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
 
     def loss_function(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        head = last.model.get_output_embeddings()
-        return head_loss(hidden, head, targets, mesh, twice=twice) / total
+        return head_loss(hidden, _head(last.model), targets, mesh, twice=twice) / total
 
     return mesh.sum_over(run(ids, targets, loss_function, len(batches)), ["pp"])
 
 
 def _batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's trained tokens (fp32 scalar)."""
-    ids, targets = batch
-    head = model.get_output_embeddings()
-    return head_loss(_head_input(model, head, ids), head, targets, mesh)
+    return head_loss(_run_body(model, batch.ids).logits, _head(model), batch.targets, mesh)
+
+
+def _batch_losses(
+    model: PreTrainedModel, batch: Batch, mesh: Mesh
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is differentiated, on this rank, and its part of the whole loss (fp32 scalars).
+
+    They differ where the ranks of `tp` each have a part of the router's balance loss.
+    """
+    output = _run_body(model, batch.ids)
+    loss = head_loss(output.logits, _head(model), batch.targets, mesh)
+    if not getattr(model.config, "output_router_logits", False):
+        return loss, loss.detach()
+    chosen, weight = model.config.num_experts_per_tok, model.config.router_aux_loss_coef
+    balance = balance_loss_sum(output.router_logits, batch, mesh, num_chosen=chosen)
+    whole = balance.detach().clone()
+    if mesh.layout.sequence_parallel:
+        mesh.sum_over(whole, ["tp"])
+    return loss + weight * balance, loss.detach() + weight * whole
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    return model.get_output_embeddings()
 
 
 def head_loss(
@@ -158,12 +181,14 @@ def head_loss(
     )
 
 
-def _head_input(model: PreTrainedModel, head: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """What the model gives to its head: the logits are made with the loss, a few at a time."""
+def _run_body(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+    """The model's output with, as `logits`, what it gives to its head: the logits are made with
+    the loss, a few at a time."""
+    head = _head(model)
     forward = head.forward
     head.forward = lambda hidden: hidden
     try:
-        return model(input_ids=ids, use_cache=False).logits
+        return model(input_ids=ids, use_cache=False)
     finally:
         head.forward = forward
 

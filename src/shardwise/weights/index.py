@@ -31,12 +31,16 @@ class Piece:
     """A box of one tensor that lies in one file."""
 
     file: Path
+    name: str
+    """in the file"""
     dtype: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     data_start: int
     """first byte in the file"""
     num_bytes: int
+    num_added: int = 0
+    """leading dimensions of length one that the file does not have"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +196,8 @@ def _read_header(file: Path) -> dict[str, Piece]:
             header: dict[str, Any] = json.loads(stream.read(length))
         offsets = json.loads(header.pop("__metadata__", {}).get(_OFFSETS_KEY, "{}"))
         pieces = {
-            key: _piece(file, entry, 8 + length, offsets.get(key)) for key, entry in header.items()
+            key: _piece(file, key, entry, 8 + length, offsets.get(key))
+            for key, entry in header.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise UserError(f"{file} is not a whole safetensors file: {error}.") from None
@@ -203,7 +208,11 @@ def _read_header(file: Path) -> dict[str, Piece]:
 
 
 def _piece(
-    file: Path, entry: Mapping[str, Any], data_start: int, offset: Mapping[str, Any] | None
+    file: Path,
+    name: str,
+    entry: Mapping[str, Any],
+    data_start: int,
+    offset: Mapping[str, Any] | None,
 ) -> Piece:
     begin, end = entry["data_offsets"]
     shape = tuple(int(n) for n in entry["shape"])
@@ -213,6 +222,7 @@ def _piece(
         raise ValueError(f"{end - begin} bytes for the shape {list(shape)} of {dtype}")
     return Piece(
         file=file,
+        name=name,
         dtype=dtype,
         offset=tuple(offset["saved_offsets"]) if offset else (0,) * len(shape),
         shape=shape,

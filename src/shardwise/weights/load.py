@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -18,7 +17,8 @@ from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.planner.layout import check_plan
-from shardwise.weights.index import Piece, WeightIndex, open_index, verify
+from shardwise.weights.index import Piece, WeightIndex, verify
+from shardwise.weights.names import open_model_index
 
 Box = tuple[slice, ...]
 """One range per dimension, in the coordinates of the full tensor."""
@@ -36,7 +36,7 @@ def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> ShardedModel:
     """
     facts = read_facts(plan.model)
     check_plan(plan, facts)
-    index = open_index(Path(plan.model))
+    index = open_model_index(plan.model, facts)
     verify(index, facts.parameter_shapes, tied=facts.tied, compare_tied=False)
     sharded = parallelize(lambda: build_on_meta(plan.model, dtype), plan, facts, mesh)
     for part in sharded.parts:
@@ -85,7 +85,9 @@ def read_into(target: torch.Tensor, box: Box, pieces: Sequence[Piece], name: str
     num_bytes = 0
     for piece, source, destination in _overlaps(box, pieces):
         with safe_open(piece.file, framework="pt") as file:
-            part = file.get_slice(name)[source] if source else file.get_tensor(name)
+            inside = source[piece.num_added :]
+            stored = file.get_slice(piece.name)
+            part = stored[inside] if inside else file.get_tensor(piece.name)
         target[destination].copy_(part)
         num_bytes += part.nbytes
     return num_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from shardwise.errors import UserError
 from shardwise.models.facts import CONFIG_FILE, ModelFacts
 from shardwise.weights.index import INDEX_FILE, SINGLE_FILE, WeightIndex
 from shardwise.weights.load import read_into
+from shardwise.weights.names import Stored, stored_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -51,9 +52,8 @@ def export_model(
         weight_map: dict[str, str] = {}
         for number, names in enumerate(files, start=1):
             name = _file_name(number, len(files))
-            shapes = {key: facts.parameter_shapes[key] for key in names}
-            _write_file(partial / name, index, shapes, dtype)
-            weight_map.update(dict.fromkeys(names, name))
+            _write_file(partial / name, index, names, dtype)
+            weight_map.update(dict.fromkeys((stored.name for stored in names), name))
         written = facts.num_parameters * dtype.itemsize
         if len(files) > 1:
             content = {"metadata": {"total_size": written}, "weight_map": weight_map}
@@ -72,18 +72,18 @@ def copy_model_files(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def _files(facts: ModelFacts, dtype: torch.dtype, max_file_bytes: int) -> Iterator[list[str]]:
-    """Parameter names of each output file."""
-    names: list[str] = []
+def _files(facts: ModelFacts, dtype: torch.dtype, max_file_bytes: int) -> Iterator[list[Stored]]:
+    """The tensors of each output file."""
+    tensors: list[Stored] = []
     size = 0
-    for name, shape in facts.parameter_shapes.items():
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if names and size + num_bytes > max_file_bytes:
-            yield names
-            names, size = [], 0
-        names.append(name)
+    for stored in stored_tensors(facts):
+        num_bytes = torch.Size(stored.shape).numel() * dtype.itemsize
+        if tensors and size + num_bytes > max_file_bytes:
+            yield tensors
+            tensors, size = [], 0
+        tensors.append(stored)
         size += num_bytes
-    yield names
+    yield tensors
 
 
 def _file_name(number: int, count: int) -> str:
@@ -91,22 +91,27 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _write_file(
-    path: Path, index: WeightIndex, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
+    path: Path, index: WeightIndex, tensors: Sequence[Stored], dtype: torch.dtype
 ) -> None:
     """Write one safetensors file (header length, JSON header, tensors) tensor by tensor."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        entry = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-        header[name] = entry
+    for stored in tensors:
+        begin, end = end, end + torch.Size(stored.shape).numel() * dtype.itemsize
+        header[stored.name] = {
+            "dtype": _SAFETENSORS_NAMES[dtype],
+            "shape": stored.shape,
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of eight bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in shapes.items():
-            tensor = torch.empty(*shape, dtype=dtype)
-            read_into(tensor, tuple(slice(0, n) for n in shape), index.pieces[name], name)
+        for stored in tensors:
+            tensor = torch.empty(stored.box_shape, dtype=dtype)
+            ends = zip(stored.offset, stored.box_shape, strict=True)
+            box = tuple(slice(begin, begin + size) for begin, size in ends)
+            read_into(tensor, box, index.pieces[stored.parameter], stored.name)
             file.write(tensor.view(torch.uint8).numpy().data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,8 +11,15 @@ import torch
 from shardwise.trainer.data.store import Rows
 from shardwise.trainer.loss import IGNORE, shift_labels
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""token ids [rows, tokens], and for each the token that should come next (IGNORE: not trained)"""
+
+class Batch(NamedTuple):
+    """A micro-batch, as one rank sees it; all are [rows, tokens]."""
+
+    ids: torch.Tensor
+    targets: torch.Tensor
+    """for each token the one that should come next (IGNORE: not trained)"""
+    real: torch.Tensor
+    """whether it is a token of a row, and not padding"""
 
 
 Columns = Callable[[torch.Tensor], torch.Tensor]
@@ -70,21 +78,21 @@ def micro_batches(
     if same_shape:
         padded = _same_shape(padded)
     return [
-        (columns(ids).to(device), columns(shift_labels(labels)).to(device))
-        for ids, labels in padded
+        Batch(*(columns(part).to(device) for part in (ids, shift_labels(labels), real)))
+        for ids, labels, real in padded
     ]
 
 
 def _same_shape(batches: Sequence[Batch]) -> list[Batch]:
     """Pad micro-batches to the most rows and the longest one, with what trains nothing."""
-    rows = max(len(ids) for ids, _ in batches)
-    length = max(ids.shape[1] for ids, _ in batches)
+    rows = max(len(batch.ids) for batch in batches)
+    length = max(batch.ids.shape[1] for batch in batches)
 
     def pad(tensor: torch.Tensor, value: int) -> torch.Tensor:
         missing = (0, length - tensor.shape[1], 0, rows - len(tensor))
         return torch.nn.functional.pad(tensor, missing, value=value)
 
-    return [(pad(ids, 0), pad(labels, IGNORE)) for ids, labels in batches]
+    return [Batch(pad(b.ids, 0), pad(b.targets, IGNORE), pad(b.real, False)) for b in batches]
 
 
 def _pad(rows: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int) -> Batch:
@@ -92,13 +100,15 @@ def _pad(rows: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int) -> Batch:
     length = -(-longest // multiple) * multiple
     ids = torch.zeros(max(len(rows), 1), length, dtype=torch.long)
     labels = torch.full_like(ids, IGNORE)
+    real = torch.zeros_like(ids, dtype=torch.bool)
     for i, (row_ids, trained) in enumerate(rows):
         tokens = torch.from_numpy(row_ids.astype(np.int64))
         ids[i, : len(tokens)] = tokens
         labels[i, : len(tokens)] = tokens.masked_fill(~torch.from_numpy(trained.copy()), IGNORE)
-    return ids, labels
+        real[i, : len(tokens)] = True
+    return Batch(ids, labels, real)
 
 
 def num_targets(batches: Sequence[Batch]) -> int:
     """Tokens that the loss counts."""
-    return sum(int((targets != IGNORE).sum()) for _, targets in batches)
+    return sum(int((batch.targets != IGNORE).sum()) for batch in batches)
