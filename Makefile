@@ -1,13 +1,14 @@
 # make quickstart   install, then plan, train, export and serve a real model in front of your eyes
 # make test         what a contributor runs: lint, types and tests (under ten minutes on two cores)
-# make test-all     everything, the slow tests and the quick start too
+# make test-all     everything, the slow tests, the mutants and the quick start too
+# make mutants      put known faults of distributed training into the source; each must be caught
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-all lint format types unit install clean
+.PHONY: quickstart test test-all mutants lint format types unit install clean
 
 quickstart: install
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/quickstart.sh
@@ -19,7 +20,11 @@ unit: install
 
 test-all: install
 	$(BIN)/python -m pytest -m "slow"
+	$(MAKE) mutants
 	$(MAKE) quickstart
+
+mutants: install
+	$(BIN)/python -m tests.mutants.run
 
 lint: install
 	$(BIN)/ruff check

@@ -1,11 +1,16 @@
-"""Learning rates: a function of the optimizer step and nothing else."""
+"""Learning rates: a function of the optimizer step and nothing else. Weight decay of matrices."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from shardwise.config import Train
-from shardwise.trainer.optim import learning_rate_at
+from shardwise.parallel.sharded import Part, ShardedModel
+from shardwise.planner.stages import StageSpec
+from shardwise.trainer.optim import learning_rate_at, make_optimizer
 
 
 def test_warm_up_then_cosine_to_zero_after_the_last_step() -> None:
@@ -26,3 +31,18 @@ def test_schedules(schedule: str, middle: float) -> None:
     train = Train(learning_rate=1.0, schedule=schedule)  # type: ignore[arg-type]
     assert learning_rate_at(0, 10, train) == 1.0
     assert learning_rate_at(5, 10, train) == pytest.approx(middle)
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = torch.nn.Linear(3, 2)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    spec = StageSpec(index=0, num_stages=1, layers=range(1), rank=0)
+    part = Part(model=model, root=model, spec=spec, partial={})  # type: ignore[arg-type]
+    mesh: Any = None  # of one process
+    sharded = ShardedModel(parts=(part,), mesh=mesh, tied=False, pipeline=None)
+    optimizer = make_optimizer(sharded, Train(learning_rate=0.1, weight_decay=0.5))
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before["weight"] * (1 - 0.1 * 0.5))
+    torch.testing.assert_close(model.bias.detach(), before["bias"])

@@ -1,0 +1,26 @@
+"""Faults that distributed training has had elsewhere, one small change of the source each.
+
+To add one: a row in one of the tables below. A fault that changes no number belongs into none.
+"""
+
+from __future__ import annotations
+
+from tests.mutants.axis_faults import CONTEXT, KV_HEADS, PIPELINE, REPLICAS, SEQUENCE
+from tests.mutants.fault import Fault
+from tests.mutants.model_faults import LOSS, TENSOR, VOCABULARY
+from tests.mutants.run_faults import CONTINUED, NORM, ROWS, STEP
+
+FAULTS: tuple[Fault, ...] = (
+    *LOSS,
+    *VOCABULARY,
+    *TENSOR,
+    *SEQUENCE,
+    *KV_HEADS,
+    *PIPELINE,
+    *CONTEXT,
+    *NORM,
+    *STEP,
+    *ROWS,
+    *CONTINUED,
+    *REPLICAS,
+)
