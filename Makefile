@@ -1,6 +1,6 @@
 # make quickstart   install, then plan, train, export and serve a real model in front of your eyes
 # make test         what a contributor runs: lint, types and tests (under ten minutes on two cores)
-# make test-all     everything, the slow tests, the mutants and the quick start too
+# make test-all     everything, the slow tests and the quick start too
 # make mutants      put known faults of distributed training into the source; each must be caught
 
 PYTHON ?= python3
@@ -20,7 +20,6 @@ unit: install
 
 test-all: install
 	$(BIN)/python -m pytest -m "slow"
-	$(MAKE) mutants
 	$(MAKE) quickstart
 
 mutants: install
