@@ -52,11 +52,18 @@ RAGGED = (5, 61, 17, 64, 3, 40, 9, 33)
 
 
 def run_steps(
-    model_dir: Path, layout: dict[str, int], batches: Sequence[Sequence[Row]], **train: Any
+    model_dir: Path,
+    layout: dict[str, int],
+    batches: Sequence[Sequence[Row]],
+    *,
+    timeout_s: float = 60.0,
+    **train: Any,
 ) -> list[list[RankStep]]:
     """Train on each batch in turn; result[rank][step]."""
     num_ranks = Layout(**layout).world_size
-    return run_ranks(num_ranks, _train_on_rank, str(model_dir), layout, batches, train)
+    return run_ranks(
+        num_ranks, _train_on_rank, str(model_dir), layout, batches, train, timeout_s=timeout_s
+    )
 
 
 def _train_on_rank(

@@ -148,6 +148,20 @@ def test_recomputed_activations_change_nothing(case: Case) -> None:
     check_parity(case)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_compiled_layers_train_the_same() -> None:
+    """One process, so that no rank waits while another one compiles."""
+    batch = random_rows((31,) * 4)
+    want = run_oracle(saved("LL"), [batch], AdamW(lr=1e-3))[0]
+    ((got,),) = run_steps(
+        saved("LL"), {"fsdp": 1}, [batch], micro_batch=4, compile=True, timeout_s=450
+    )
+    assert got.loss == pytest.approx(want.loss, rel=LOSS_RTOL)
+    for name, grad, _ in got.named:
+        assert_close(name, grad, want.grads[name])
+
+
 @pytest.mark.parametrize("layout", [FSDP2, TP2], ids=["fsdp2", "tp2"])
 def test_bf16_compute_keeps_fp32_master_weights(layout: dict[str, int]) -> None:
     """bf16 passes, fp32 weights and gradients: near the fp32 run, and smaller steps add up."""
