@@ -1,0 +1,101 @@
+"""Faults of mixtures of experts: where tokens go, what comes back, the balance loss."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault, parity
+
+_EXPERTS = parity("MIX-fsdp=2-ep=2")
+_BALANCE = parity("MOE-cp=2")
+_SPLIT = parity("MOE-fsdp=2-tp=2-ep=4-sequence_parallel=True")
+
+EXPERTS = (
+    Fault(
+        name="gradient-of-experts-averaged",
+        history="NVIDIA/Megatron-LM#7452",
+        file="parallel/data.py",
+        old="module.set_gradient_divide_factor(1.0)",
+        new='split = "efsdp" in axes.mesh_dim_names\n'
+        "            module.set_gradient_divide_factor(2.0 if split else 1.0)",
+        proof=parity("MIX-fsdp=4-ep=2", slow=True),
+    ),
+    Fault(
+        name="gradient-of-experts-summed-again",
+        history="NVIDIA/Megatron-LM#7452",
+        file="parallel/tensor.py",
+        old="if not isinstance(param, DTensor):",
+        new='if not isinstance(param, DTensor) or "experts" in param_name:',
+        proof=_SPLIT,
+    ),
+    Fault(
+        name="norm-without-the-experts",
+        history="NVIDIA/Megatron-LM#5916",
+        file="parallel/grads.py",
+        old="*EXPERT_AXES[2:]",
+        new="*EXPERT_AXES[2:3]",
+        proof=_EXPERTS,
+    ),
+    Fault(
+        name="tokens-not-put-back-in-order",
+        history="huggingface/transformers#48205",
+        file="parallel/expert.py",
+        old="torch.zeros_like(returned).index_copy(0, order, returned)",
+        new="returned",
+        proof=_EXPERTS,
+    ),
+    Fault(
+        name="gradients-of-travelling-tokens-lost",
+        history="huggingface/transformers#48205",
+        file="parallel/collectives.py",
+        old="return _all_to_all(grad, received, sent, group), None, None, None",
+        new="return _all_to_all(grad, received, sent, group) * 0, None, None, None",
+        proof=_EXPERTS,
+    ),
+    Fault(
+        name="router-detached-from-the-loss",
+        history="NVIDIA-NeMo/Automodel#2995",
+        file="parallel/expert.py",
+        old="* top_k_weights.unsqueeze(-1)",
+        new="* top_k_weights.detach().unsqueeze(-1)",
+        proof=_EXPERTS,
+    ),
+    Fault(
+        name="halves-of-an-expert-swapped",
+        history="NVIDIA-NeMo/Automodel#1814",
+        file="weights/names.py",
+        old="parts = (names.gate, names.up) if",
+        new="parts = (names.up, names.gate) if",
+        proof=_EXPERTS,
+    ),
+    Fault(
+        name="balance-loss-detached",
+        history="huggingface/transformers#48687",
+        file="trainer/step.py",
+        old="return loss + weight * balance,",
+        new="return loss + weight * balance.detach(),",
+        proof=_BALANCE,
+    ),
+    Fault(
+        name="balance-of-the-own-part-of-a-row",
+        history="NVIDIA/Megatron-LM#7452",
+        file="trainer/balance.py",
+        old='dist.all_reduce(counts, group=mesh.group("cp"))',
+        new="pass",
+        proof=_BALANCE,
+    ),
+    Fault(
+        name="balance-of-the-own-tokens",
+        history="NVIDIA/Megatron-LM#7452",
+        file="trainer/balance.py",
+        old='dist.all_reduce(counts, group=mesh.group("tp"))',
+        new="pass",
+        proof=_SPLIT,
+    ),
+    Fault(
+        name="padding-is-balanced",
+        history="huggingface/transformers#48687",
+        file="trainer/data/batches.py",
+        old="real[i, : len(tokens)] = True",
+        new="real[i] = True",
+        proof=_BALANCE,
+    ),
+)
