@@ -198,17 +198,18 @@ def test_tensor_parallelism_that_does_not_divide_the_heads(bench: Bench, odd: Pa
     ("layout", "named"),
     [
         ({"tp": 3}, ["tp=3", "4"]),
-        ({"pp": 2}, ["pp=2"]),
-        pytest.param({"tp": 4}, ["tp=4", "2"], marks=slow),
-        pytest.param({"cp": 2}, ["cp=2"], marks=slow),
-        pytest.param({"ep": 2}, ["ep=2"], marks=slow),
+        ({"pp": 5}, ["5 stages", "4 layers", "at most 4"]),
+        ({"pp": 2, "fsdp": 2}, ["zero=3", "pp=2", "zero=1"]),
+        ({"tp": 8}, ["tp=8", "4 attention heads", "1, 2, 4"]),
+        ({"fsdp": 2, "ep": 2}, ["ep=2", "llama", "ep=1"]),
+        ({"fsdp": 2, "sequence_parallel": True}, ["sequence_parallel", "tp=1", "false"]),
     ],
     ids=str,
 )
 def test_a_layout_that_the_model_cannot_have(
-    bench: Bench, layout: dict[str, int], named: list[str]
+    bench: Bench, layout: dict[str, Any], named: list[str]
 ) -> None:
-    """The axis and the model's number are named."""
+    """The axis and the model's number are named, and a value that works."""
     bench.plan["layout"] = layout
     bench.assert_refused(bench.train(), *named)
 
