@@ -101,7 +101,7 @@ def saved_weights(checkpoint: Path, like: dict[str, torch.Tensor]) -> dict[str, 
 
 LAYOUTS = [
     {"fsdp": 2},
-    {"dp": 2, "zero": 1},
+    {"dp": 2},
     {"tp": 2},
     {"tp": 2, "sequence_parallel": True},
     {"cp": 2},

@@ -209,3 +209,12 @@ def test_long_rows_may_be_cut_over_ranks(smol: Path) -> None:
     }
     assert not any("cp=2" in name for name in layouts[1024])
     assert any("cp=2" in name for name in layouts[4096])
+
+
+def test_a_schedule_that_is_asked_for_is_kept_for_pipelines_only(smol: Path) -> None:
+    """A plan that comes out of a search is one that training takes."""
+    answer = ask(smol, "cpu:2", 3.0, "train.pipeline_schedule=gpipe")
+    assert answer.chosen is not None
+    assert answer.chosen.plan.layout.pp == 1
+    check_plan(answer.chosen.plan, answer.facts)
+    assert any(name.startswith("pp=2") for name, _ in answer.rejected)

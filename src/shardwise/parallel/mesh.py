@@ -93,7 +93,7 @@ class Mesh:
             pairs = [sorted({line[0], line[-1]}) for line in lines]
             group, _ = dist.new_subgroups_by_enumeration(pairs)
             self._groups["ends"] = group
-            if group is not None and dist.get_rank() in {rank for pair in pairs for rank in pair}:
+            if group is not None:
                 set_timeout_of_world(group, self.device)
         return self._groups["ends"]
 

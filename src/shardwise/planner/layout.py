@@ -32,6 +32,11 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
         for axis in ("dp", "fsdp", "cp", "pp"):
             if getattr(layout, axis) > 1:
                 return f"{axis}={getattr(layout, axis)}: serving shards with tp only; set {axis}=1"
+    if layout.num_shards == 1 and layout.zero != 3:
+        return (
+            f"zero={layout.zero} says what is shared between fsdp x cp ranks, of which there is 1; "
+            "set fsdp to 2 or more, or leave zero out"
+        )
     if layout.pp > 1 and layout.num_shards > 1 and layout.zero != 1:
         return (
             f"zero={layout.zero} with pp={layout.pp}: a pipeline keeps parameters gathered and "
@@ -183,6 +188,11 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
         raise UserError(
             f"train.seq_len={train.seq_len} is longer than the model's "
             f"max_position_embeddings={facts.max_positions}; set it to at most that."
+        )
+    if train.checkpoint_every > 1 and train.checkpointing == "none":
+        raise UserError(
+            f"train.checkpoint_every={train.checkpoint_every} chooses among layers that recompute, "
+            "and train.checkpointing=none has none; set that to selective or full."
         )
     reason = why_too_few_rows(plan) or why_not_scheduled(plan, facts)
     if reason is not None:

@@ -16,7 +16,7 @@ from shardwise.planner.layout import (
 )
 from shardwise.planner.machine import Machine
 from shardwise.planner.memory import predict_memory
-from shardwise.planner.stages import slowdown, why_not_scheduled
+from shardwise.planner.stages import DEFAULT_SCHEDULE, slowdown, why_not_scheduled
 from shardwise.planner.timing import step_time, traffic
 
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
@@ -84,7 +84,7 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
         UserError: the settings are not legal for the model, whatever the layout.
     """
     checked = check_plan(plan if fixed else _with(plan, Layout()), facts)
-    plan = plan.model_copy(update={"train": checked.train})
+    plan = _train(plan, seq_len=checked.train.seq_len)
     single = _option("one device, as asked", _with(plan, Layout()), facts, machine)
     if single.fits and not fixed and _count(plan) == 1:
         return Answer(facts=facts, verdict="fits_one_device", chosen=single, single=single)
@@ -258,6 +258,8 @@ def _count(plan: Plan) -> int:
 
 
 def _with(plan: Plan, layout: Layout) -> Plan:
+    if layout.pp == 1:  # the schedule that was asked for is for layouts that have a pipeline
+        plan = _train(plan, pipeline_schedule=DEFAULT_SCHEDULE)
     return plan.model_copy(update={"layout": layout})
 
 

@@ -24,6 +24,7 @@ class Schedule:
     min_micro_batches: Literal["1", "pp", "stages"] = "1"
 
 
+DEFAULT_SCHEDULE = "1f1b"
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(),
     "1f1b": Schedule(min_micro_batches="pp"),
@@ -200,7 +201,12 @@ def why_not_scheduled(plan: Plan, facts: ModelFacts) -> str | None:
     """The reason why a plan's pipeline cannot run, with a value that can; None if it can."""
     pp, name = plan.layout.pp, plan.train.pipeline_schedule
     if pp == 1:
-        return None
+        if name == DEFAULT_SCHEDULE:
+            return None
+        return (
+            f"train.pipeline_schedule={name} is for a pipeline, and layout.pp=1 is none; set "
+            f"layout.pp to 2 or more, or train.pipeline_schedule={DEFAULT_SCHEDULE}"
+        )
     if plan.train.compile and SCHEDULES[name].splits_backward:
         return (
             f"train.pipeline_schedule={name} makes the gradients of inputs and weights apart, "

@@ -91,10 +91,10 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
     sizes = RankSizes.of(facts, layout, stages)
     num_micro = plan.train.num_micro_batches(layout)
     lines = []
-    for axis, group, count in _fsdp_groups(sizes, facts, plan, stages):
+    for axis, group, count, is_layer in _fsdp_groups(sizes, facts, plan, stages):
         num_ranks = layout.num_shards if axis == "fsdp" else layout.num_expert_shards
         gathers = 1 if layout.zero == 1 else num_micro
-        if layout.zero == 3 and count == sizes.num_layers:
+        if layout.zero == 3 and is_layer:
             gathers *= 2
         reductions = 1 if layout.reduces_once else num_micro
         moved: list[tuple[str, Op, int, int]] = [
@@ -120,13 +120,14 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
 
 def _fsdp_groups(
     sizes: RankSizes, facts: ModelFacts, plan: Plan, stages: Sequence[StageSpec]
-) -> list[tuple[str, int, int]]:
-    """Axis and values of each FSDP group of a rank, and how many groups are like it."""
-    groups = [("fsdp", sizes.layer - sizes.experts, sizes.num_layers)]
+) -> list[tuple[str, int, int, bool]]:
+    """Axis and values of each FSDP group of a rank, how many are like it, and whether they are of
+    layers."""
+    groups = [("fsdp", sizes.layer - sizes.experts, sizes.num_layers, True)]
     if sizes.experts:
-        groups.append(("efsdp", sizes.experts, sizes.num_layers))
+        groups.append(("efsdp", sizes.experts, sizes.num_layers, True))
     outer = [RankSizes.of(facts, plan.layout, [stage]).outer for stage in stages]
-    return groups + [("fsdp", values, 1) for values in outer if values]
+    return groups + [("fsdp", values, 1, False) for values in outer if values]
 
 
 def _expert_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[Collective]:

@@ -12,11 +12,12 @@ import torch
 
 from shardwise.errors import UserError
 from shardwise.models.facts import CONFIG_FILE, ModelFacts
+from shardwise.parallel.data import DTYPES as COMPUTE_DTYPES
 from shardwise.weights.index import INDEX_FILE, SINGLE_FILE, WeightIndex
 from shardwise.weights.load import read_into
 from shardwise.weights.names import Stored, stored_tensors
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {**COMPUTE_DTYPES, "fp16": torch.float16}
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 MAX_FILE_BYTES = 4 * 2**30
 
