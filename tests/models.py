@@ -39,6 +39,32 @@ MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.01,
 }
+OSS: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "intermediate_size": 48,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+}
+DEEPSEEK: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LL": ("LlamaConfig", {"tie_word_embeddings": False}),
@@ -76,6 +102,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "MOE": ("Qwen3MoeConfig", {**MOE, "output_router_logits": True}),
     "MOE0": ("Qwen3MoeConfig", MOE),  # without the balance loss
+    "MOED": (  # the first layer without experts
+        "Qwen3MoeConfig",
+        {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [0], "output_router_logits": True},
+    ),
+    "OSS": ("GptOssConfig", OSS),
+    "OSSB": ("GptOssConfig", {**OSS, "output_router_logits": True}),
+    "DS": ("DeepseekV3Config", DEEPSEEK),
+    "DSQ": ("DeepseekV3Config", {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True}),
+    "PHI": ("Phi3Config", {"tie_word_embeddings": False, "sliding_window": 8}),
+    "GPT2": (
+        "GPT2Config",
+        {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "tie_word_embeddings": True},
+    ),
     "G3": ("Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": True}),
     "G3_321": ("Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": True, "vocab_size": 321}),
 }
@@ -100,5 +139,8 @@ def save_model(name: str, folder: Path, **save_options: Any) -> Path:
         for param in model.parameters():
             if param.ndim == 1:
                 param.add_(torch.randn_like(param) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder, **save_options)
     return folder

@@ -78,7 +78,7 @@ def _weight_notes(model: Path, facts: ModelFacts) -> tuple[str, ...]:
     """Verify the weights of a model directory; planning needs none, but broken ones are told."""
     if not any(next(model.glob(pattern), None) for pattern in ("*.safetensors*", "*.bin")):
         return ("no weights here: planned from config.json alone",)
-    return verify(open_model_index(model, facts), facts.parameter_shapes, tied=facts.tied)
+    return verify(open_model_index(model, facts), facts)
 
 
 def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:

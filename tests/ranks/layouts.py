@@ -87,10 +87,20 @@ TRIPLES: list[dict[str, Any]] = [
     {"pp": 2, "fsdp": 2, "cp": 2, "zero": 1},
 ]
 SCHEDULES = ["gpipe", "interleaved", "zbv", "dualpipev"]
-FAMILY_MODELS = ["LL", "MI_SW", "Q2_SW", "Q3", "G3"]
+FAMILY_MODELS = ["LL", "MI_SW", "Q2_SW", "Q3", "G3", "PHI"]
 """one of each family, for the pairs"""
 
-EXPERT_MODELS = ["MIX", "MOE", "MOE0"]
+EXPERT_MODELS = ["MIX", "MOE", "MOE0", "MOED", "OSS", "OSSB", "DS", "DSQ"]
+FEW: dict[str, list[str]] = {
+    "MOE0": ["pp"],
+    "MOED": ["tp", "cp", "ep"],
+    "OSSB": ["tp", "cp", "ep"],
+    "DSQ": ["tp", "pp"],
+}
+"""variants of a family, which are run on layouts with these axes only"""
+UNRULED = "GPT2"
+"""whose matrices nobody has rules for"""
+
 EXPERTS: list[dict[str, Any]] = [
     {"fsdp": 2, "ep": 2},
     {"fsdp": 4, "ep": 2},
@@ -109,6 +119,15 @@ FAST = [
     Case(model="MOE", layout={"fsdp": 2, "tp": 2, "ep": 4, **SPLIT}),
     Case(model="MOE", layout={"cp": 2}),
     Case(model="MOE0", layout={"pp": 2, "fsdp": 2, "ep": 2, "zero": 1}),
+    Case(model="OSS", layout={"fsdp": 2, "ep": 2}),
+    Case(model="OSS", layout={"tp": 2, **SPLIT}),
+    Case(model="OSS", layout={"cp": 2}),
+    Case(model="DS", layout={"fsdp": 2, "tp": 2, "ep": 4, **SPLIT}),
+    Case(model="DS", layout={"pp": 2}),
+    Case(model="DS", layout={"cp": 2}),
+    Case(model="PHI", layout={"tp": 2}),
+    Case(model="PHI", layout={"tp": 4, **SPLIT}),
+    Case(model="GPT2", layout={"fsdp": 2}),
     Case(model="LL", layout={"tp": 2}),
     Case(model="LL", layout={"fsdp": 2, "tp": 2}),
     Case(model="LL321", layout={"tp": 2}),
@@ -144,13 +163,16 @@ def _slow() -> list[Case]:
             for layout in (*SINGLES, *PAIRS, *MORE[:4], *EXPERTS)
         ]
         # two layers make two stages; the balance loss is refused in a pipeline
-        most = {"MIX": 2, "MOE": 1, "MOE0": 2}[model]
+        most = {"MOE": 1, "MOED": 1, "OSSB": 1}.get(model, 2)
         cases += [
             Case(model=model, layout=layout)
             for layout in layouts
-            if layout.get("pp", 1) <= most and (model != "MOE0" or "pp" in layout)
+            if layout.get("pp", 1) <= most
+            and any(axis in layout for axis in FEW.get(model, layout))
         ]
-    for model in sorted(set(MODELS) - set(EXPERT_MODELS)):
+    ruled = [layout for layout in SINGLES if not {"tp", "pp", "cp"} & set(layout)]
+    cases += [Case(model=UNRULED, layout=layout) for layout in [*ruled, _pair("dp", "fsdp")]]
+    for model in sorted(set(MODELS) - {*EXPERT_MODELS, UNRULED}):
         few = model not in (*FAMILY_MODELS, "ODD", "LL321T")
         singles = [case for case in SINGLES if not (few and case in SIZES)]
         if model == "ODD":

@@ -26,7 +26,7 @@ def export(
     """Export, and give back what the files hold."""
     facts = read_facts(source)
     index = open_index(source)
-    assert verify(index, facts.parameter_shapes, tied=facts.tied) == ()
+    assert verify(index, facts) == ()
     num_bytes = export_model(index, facts, target, DTYPES[dtype], **options)
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(target.glob("*.safetensors")):

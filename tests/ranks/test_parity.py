@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.models.facts import read_facts
 from shardwise.models.families import FAMILIES
+from shardwise.weights.names import fused_parts
 from tests.models import model_config, save_model
 from tests.oracle import LOSS_RTOL, NORM_RTOL, AdamW, OracleStep, assert_close, run_oracle
 from tests.ranks.layouts import FAST, SLOW, Case
@@ -55,6 +57,7 @@ def check_parity(case: Case) -> None:
         clip_norm=0.5,
         **{"micro_batch": 2, **case.train},  # type: ignore[arg-type]
     )
+    parts = fused_parts(read_facts(saved(case.model)))
     for number, want in enumerate(oracle(case.model)):
         got = [steps[number] for steps in ranks]
         for one in got:  # every rank reports the same, right numbers
@@ -62,11 +65,16 @@ def check_parity(case: Case) -> None:
             assert one.norm == pytest.approx(want.norm, rel=NORM_RTOL)
             assert one.num_tokens == want.num_tokens == sum(RAGGED)
         scale = min(1.0, 0.5 / (want.norm + 1e-6))  # the gradients have been clipped in place
-        assert {name for one in got for name in one.grads} == set(want.grads)
+        found = {name for one in got for name in one.grads}
+        assert {parts.get(name, (name, 0))[0] for name in found} == set(want.grads)
         for key, grad, param in (entry for one in got for entry in one.named):
-            assert_close(f"gradient of {key}, step {number}", grad, want.grads[key] * scale)
+            name, first = parts.get(key, (key, 0))
+            rows = slice(first, first + len(grad))
+            assert_close(f"gradient of {key}, step {number}", grad, want.grads[name][rows] * scale)
             if number in (0, NUM_STEPS - 1):
-                assert_close(f"{key} after step {number}", param, want.params[key])
+                assert_close(f"{key} after step {number}", param, want.params[name][rows])
+        if case.layout.get("tp", 1) > 1:  # the parts that a fused matrix was taken into
+            assert set(parts) <= found
         check_replicas(got)
 
 

@@ -66,13 +66,13 @@ def test_head_dim_is_not_hidden_size_over_heads() -> None:
     """Qwen3 gives its own head_dim (bug bank 55)."""
     facts = facts_of_config(model_config("Q3").to_dict(), source="Q3")
     assert facts.head_dim == 32
-    assert facts.kv_size == 2 * 32
+    assert facts.k_size == facts.v_size == 2 * 32
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["'gpt2'", "llama"]),
+        ({"model_type": "bert"}, ["'bert'", "llama"]),
         ({"model_type": None}, ["model_type None"]),
         ({"hidden_size": None}, ["hidden_size is None"]),
         ({"num_hidden_layers": "30"}, ["num_hidden_layers is '30'"]),
@@ -83,6 +83,8 @@ def test_head_dim_is_not_hidden_size_over_heads() -> None:
         ({"rope_scaling": {"type": "longrope"}}, ["'longrope'", "llama3"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, ["'dynamic'"]),
         ({"attention_dropout": "x"}, ["attention_dropout is 'x'"]),
+        ({"add_cross_attention": True}, ["add_cross_attention"]),
+        ({"model_type": "gpt2", "n_embd": 8}, ["n_head is None"]),
         ({"layer_types": 5}, ["layer_types is 5", "30 layers"]),
         ({"layer_types": ["full_attention"]}, ["30 layers"]),
     ],
@@ -104,7 +106,7 @@ def test_sizes_that_are_left_out_are_those_of_transformers() -> None:
             bare.pop(key)
         facts = facts_of_config(bare, source=name)
         assert facts.num_kv_heads == config.num_key_value_heads
-        assert facts.sliding_window in (None, config.sliding_window)
+        assert {kind.window for kind in facts.layers} <= {None, config.sliding_window}
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", "null"])

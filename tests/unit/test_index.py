@@ -18,7 +18,7 @@ from tests.models import save_model
 
 def check(folder: Path) -> tuple[str, ...]:
     facts = read_facts(folder)
-    return verify(open_index(folder), facts.parameter_shapes, tied=facts.tied)
+    return verify(open_index(folder), facts)
 
 
 @pytest.fixture

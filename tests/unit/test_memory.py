@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from shardwise.config import Devices, Layout, Plan, Precision, Train
+from shardwise.models.attention import attention_of
 from shardwise.models.facts import facts_of_config
+from shardwise.models.families import FAMILIES
+from shardwise.planner.activations import activation_bytes_per_token, masked_bytes_per_token
 from shardwise.planner.memory import (
     RankSizes,
-    activation_bytes_per_token,
-    masked_bytes_per_token,
     predict_memory,
     state_bytes,
 )
@@ -29,8 +30,10 @@ def kept_bytes(
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = [layer_type] * num_layers
-    config._attn_implementation = "sdpa"
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    attention = attention_of(FAMILIES[config.model_type])
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=attention
+    ).train()
     owned = {param.untyped_storage().data_ptr() for param in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -42,7 +45,7 @@ def kept_bytes(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ids = torch.zeros(1, num_tokens, dtype=torch.long)
-        model.model(input_ids=ids, use_cache=False)
+        model.base_model(input_ids=ids, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -57,6 +60,12 @@ def kept_bytes(
         ("G3", "sliding_attention"),
         ("MIX", "full_attention"),
         ("MOE", "full_attention"),
+        ("PHI", "sliding_attention"),
+        ("GPT2", "full_attention"),
+        ("OSS", "full_attention"),
+        ("OSS", "sliding_attention"),
+        ("DS", "full_attention"),
+        ("DSQ", "full_attention"),
     ],
 )
 def test_activations_of_a_layer_are_what_autograd_keeps(
@@ -67,9 +76,10 @@ def test_activations_of_a_layer_are_what_autograd_keeps(
     facts = facts_of_config(config.to_dict(), source=name)
     deep, shallow = (kept_bytes(config, n, 128, dtype, layer_type) for n in (4, 2))
     counted = (deep - shallow) / 2 / 128
-    planned = activation_bytes_per_token(facts, tp=1, compute_bytes=dtype.itemsize)
-    if layer_type == "sliding_attention":
-        planned += masked_bytes_per_token(facts, tp=1, compute_bytes=dtype.itemsize, seq_len=128)
+    kinds = [k for k in facts.layers if bool(k.window) == (layer_type == "sliding_attention")]
+    kind, c = kinds[-1], dtype.itemsize
+    planned = activation_bytes_per_token(facts, kind, Layout(), compute_bytes=c)
+    planned += masked_bytes_per_token(facts, kind, Layout(), c, seq_len=128)
     assert planned == pytest.approx(counted, rel=0.02)
 
 
@@ -93,7 +103,7 @@ def test_tensor_parallel_divides_matrices_and_not_norms() -> None:
     facts = facts_of_config(SMOLLM2, source="smol")
     one, three = RankSizes.of(facts, Layout()), RankSizes.of(facts, Layout(tp=3))
     norms = 2 * facts.hidden_size
-    assert one.layer == facts.num_layer_parameters
+    assert one.layer == facts.num_layer_parameters(facts.layers[0])
     assert three.layer - norms == (one.layer - norms) // 3
     assert one.outer == facts.num_outer_parameters
 

@@ -31,7 +31,7 @@ def start_export(source: Path, out: Path, dtype: str | None, *, check: bool) -> 
     if name not in DTYPES:
         raise UserError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}.")
     index = open_model_index(directory, facts)
-    for warning in verify(index, facts.parameter_shapes, tied=facts.tied):
+    for warning in verify(index, facts):
         console.out.print(f"note: {warning}")
     console.out.print(f"writing {facts.num_parameters / 1e6:.1f} M parameters to {out} ...")
     num_bytes = export_model(index, facts, out, DTYPES[name])

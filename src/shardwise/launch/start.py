@@ -47,7 +47,7 @@ def check_model(plan: Plan) -> Plan:
     facts = read_facts(plan.model)
     plan = check_plan(plan, facts)
     index = open_model_index(plan.model, facts)
-    for warning in verify(index, facts.parameter_shapes, tied=facts.tied):
+    for warning in verify(index, facts):
         console.out.print(f"note: {warning}")
     memory, capacity = predict_memory(plan, facts), plan.devices.memory_gib
     if capacity is None and plan.devices.kind == "cpu":

@@ -9,12 +9,16 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shardwise.models.attention import attention_of
+from shardwise.models.families import FAMILIES
+
 
 def build_on_meta(model_dir: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a directory's config.json with parameters of `dtype` and no storage."""
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    attention = attention_of(FAMILIES[config.model_type])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model.train()
 
 
@@ -56,4 +60,5 @@ class Absent(nn.Module):
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers of a causal language model of transformers."""
-    return model.base_model.layers
+    (layers,) = (part for part in model.base_model.children() if isinstance(part, nn.ModuleList))
+    return layers

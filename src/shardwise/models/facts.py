@@ -12,18 +12,14 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.models.families import FAMILIES, Family
+from shardwise.models.layers import Latent, LayerKind, Param, layer_params
 
 CONFIG_FILE = "config.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""names of the two parameters that a model may tie"""
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""names of a layer's stacked experts"""
+HEAD = "lm_head.weight"
+"""name of what a model may tie to its embedding"""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """that do not depend on the length of a row"""
-_DEFAULT_WINDOW = 4096  # of transformers' config classes
-_EVERY_LAYER_ALIKE: dict[str, tuple[Any, ...]] = {
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([], ()),
+_NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0.0, 0),
     "use_sliding_window": (False,),
 }
@@ -38,24 +34,29 @@ class ModelFacts:
     family: Family
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    """of a plain MLP"""
+    layers: tuple[LayerKind, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """of queries and keys"""
     vocab_size: int
     tied: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     max_positions: int
-    sliding_window: int | None
-    """tokens that a sliding layer sees"""
-    num_sliding_layers: int
-    dropout: float
+    dropout: tuple[str, float] | None
+    """config key and value of a dropout that is not zero"""
     dtype: str
+    latent: Latent | None = None
     num_experts: int = 0
-    """of each layer; 0: a plain MLP"""
+    """of each layer that has experts; 0: none has"""
     experts_per_token: int = 0
+    expert_width: int = 0
+    """`intermediate_size` of one expert"""
+    shared_width: int = 0
+    """of the experts that every token goes through, together"""
     has_balance_loss: bool = False
     """whether training adds the router's balance loss, as `output_router_logits` says"""
 
@@ -65,83 +66,110 @@ class ModelFacts:
         return self.family.model_type
 
     @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
     def q_size(self) -> int:
         """Width of the queries of all heads."""
         return self.num_heads * self.head_dim
 
     @property
-    def kv_size(self) -> int:
-        """Width of the keys (or of the values) of all KV heads."""
+    def k_size(self) -> int:
+        """Width of the keys of all KV heads."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def v_size(self) -> int:
+        """Width of the values of all KV heads."""
+        return self.num_kv_heads * (self.latent.v_dim if self.latent else self.head_dim)
+
+    @property
+    def attention_size(self) -> int:
+        """Width of what attention gives to its last projection."""
+        return self.num_heads * (self.latent.v_dim if self.latent else self.head_dim)
+
+    @property
+    def cache_size(self) -> int:
+        """Values that a layer caches of a token."""
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.rope_dim
+        return self.k_size + self.v_size
+
     @cached_property
-    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter name inside one decoder layer -> shape, as transformers builds it."""
-        h, f, q, kv = self.hidden_size, self.intermediate_size, self.q_size, self.kv_size
-        linears = {
-            "self_attn.q_proj": (q, h, self.qkv_bias),
-            "self_attn.k_proj": (kv, h, self.qkv_bias),
-            "self_attn.v_proj": (kv, h, self.qkv_bias),
-            "self_attn.o_proj": (h, q, self.o_bias),
-        }
-        if not self.num_experts:
-            linears["mlp.gate_proj"] = linears["mlp.up_proj"] = (f, h, self.mlp_bias)
-            linears["mlp.down_proj"] = (h, f, self.mlp_bias)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, (num_out, num_in, bias) in linears.items():
-            shapes[f"{name}.weight"] = (num_out, num_in)
-            if bias:
-                shapes[f"{name}.bias"] = (num_out,)
-        if self.num_experts:
-            shapes["mlp.gate.weight"] = (self.num_experts, h)
-            shapes[GATE_UP] = (self.num_experts, 2 * f, h)
-            shapes[DOWN] = (self.num_experts, h, f)
-        if self.family.qk_norm:
-            shapes["self_attn.q_norm.weight"] = (self.head_dim,)
-            shapes["self_attn.k_norm.weight"] = (self.head_dim,)
-        shapes.update({f"{norm}.weight": (h,) for norm in self.family.norms})
-        return shapes
+    def _params(self) -> dict[LayerKind, dict[str, Param]]:
+        return {kind: layer_params(self, kind) for kind in set(self.layers)}
+
+    def params_of(self, kind: LayerKind) -> Mapping[str, Param]:
+        """Parameter name inside a decoder layer -> parameter."""
+        return self._params[kind]
 
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter name -> shape; a tied head is not listed twice."""
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
-        for layer in range(self.num_layers):
-            for name, shape in self.layer_shapes.items():
-                shapes[f"model.layers.{layer}.{name}"] = shape
-        shapes["model.norm.weight"] = (self.hidden_size,)
+        names, h = self.family.names, self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {names.embedding: (self.vocab_size, h)}
+        if names.positions is not None:
+            shapes[names.positions] = (self.max_positions, h)
+        for number, kind in enumerate(self.layers):
+            for name, param in self.params_of(kind).items():
+                shapes[f"{names.layers}.{number}.{name}"] = param.shape
+        shapes[f"{names.norm}.weight"] = (h,)
+        if self.family.norm_bias:
+            shapes[f"{names.norm}.bias"] = (h,)
         if not self.tied:
-            shapes[HEAD] = (self.vocab_size, self.hidden_size)
+            shapes[HEAD] = (self.vocab_size, h)
         return shapes
 
     @cached_property
-    def num_layer_parameters(self) -> int:
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What the files hold besides parameters: it is not trained, and every rank has it."""
+        experts = self.family.experts
+        if experts is None or not experts.corrected:
+            return {}
+        return {
+            f"{self.family.names.layers}.{number}.mlp.{experts.router}.e_score_correction_bias": (
+                self.num_experts,
+            )
+            for number, kind in enumerate(self.layers)
+            if kind.has_experts
+        }
+
+    @property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Everything that the model's files must hold -> shape."""
+        return {**self.parameter_shapes, **self.buffer_shapes}
+
+    def num_layer_parameters(self, kind: LayerKind) -> int:
         """Parameters of one decoder layer."""
-        return sum(math.prod(shape) for shape in self.layer_shapes.values())
+        return sum(math.prod(param.shape) for param in self.params_of(kind).values())
 
-    @property
-    def num_layer_expert_parameters(self) -> int:
-        """Parameters of one layer's experts."""
-        experts = (GATE_UP, DOWN) if self.num_experts else ()
-        return sum(math.prod(self.layer_shapes[name]) for name in experts)
+    def num_expert_parameters(self, kind: LayerKind) -> int:
+        """Parameters of one layer's experts, those that every token goes through left out."""
+        params = self.params_of(kind).values()
+        return sum(math.prod(param.shape) for param in params if param.cut == "experts")
 
-    @property
-    def num_active_layer_parameters(self) -> int:
+    def num_active_parameters(self, kind: LayerKind) -> int:
         """Parameters of one layer that a token meets."""
-        experts = self.num_layer_expert_parameters
+        experts = self.num_expert_parameters(kind)
         met = experts * self.experts_per_token // max(1, self.num_experts)
-        return self.num_layer_parameters - experts + met
+        return self.num_layer_parameters(kind) - experts + met
 
-    @property
+    @cached_property
     def num_outer_parameters(self) -> int:
         """Parameters outside the layers: embedding, last norm and, if untied, the head."""
-        tables = 1 if self.tied else 2
-        return tables * self.vocab_size * self.hidden_size + self.hidden_size
+        prefix = f"{self.family.names.layers}."
+        return sum(
+            math.prod(shape)
+            for name, shape in self.parameter_shapes.items()
+            if not name.startswith(prefix)
+        )
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """All parameters; tied ones counted once."""
-        return self.num_layers * self.num_layer_parameters + self.num_outer_parameters
+        return sum(map(math.prod, self.parameter_shapes.values()))
 
 
 def read_facts(model: str | Path) -> ModelFacts:
@@ -170,55 +198,114 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
     """The facts in the content of a config.json; `source` names it in errors."""
     family = _family(config, source)
     _refuse_what_is_not_proved(config, source)
-    size = _Sizes(config, source)
+    size = _Sizes(config, source, family.keys)
     num_heads = size.required("num_attention_heads")
     hidden_size = size.required("hidden_size")
-    default_head_dim = family.default_head_dim or hidden_size // num_heads
-    attention_bias = bool(config.get("attention_bias", False))
+    latent = _latent(config, family, size)
+    attention_bias = bool(config.get("attention_bias", family.default_attention_bias))
     mlp_bias = bool(config.get("mlp_bias", False))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in _DTYPES:
         raise UserError(f"{source}: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
-    num_layers = size.required("num_hidden_layers")
-    width = family.experts.width if family.experts else "intermediate_size"
-    num_sliding = _num_sliding_layers(config, family, num_layers, size)
+    width = 4 * hidden_size if family.mlp == "conv1d" else None
     return ModelFacts(
         family=family,
         hidden_size=hidden_size,
-        intermediate_size=size.required(width),
-        num_layers=num_layers,
+        intermediate_size=size.optional("intermediate_size", width),
+        layers=_layer_kinds(config, family, size),
         num_heads=num_heads,
         num_kv_heads=size.optional("num_key_value_heads", family.default_kv_heads or num_heads),
-        head_dim=size.optional("head_dim", default_head_dim),
+        head_dim=latent.nope_dim + latent.rope_dim
+        if latent
+        else size.optional("head_dim", family.default_head_dim or hidden_size // num_heads),
         vocab_size=size.required("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         max_positions=size.required("max_position_embeddings"),
-        sliding_window=size.optional("sliding_window", _DEFAULT_WINDOW) if num_sliding else None,
-        num_sliding_layers=num_sliding,
-        dropout=_dropout(config, source),
+        dropout=_dropout(config, family, source),
         dtype=dtype,
+        latent=latent,
         **_experts(config, family, size),
+    )
+
+
+def _latent(config: Mapping[str, Any], family: Family, size: _Sizes) -> Latent | None:
+    """Sizes of a latent attention, which has its own idea of a head."""
+    if family.attention != "latent":
+        return None
+    heads = size.required("num_attention_heads")
+    if size.optional("num_key_value_heads", heads) != heads:
+        raise UserError(
+            f"{size.source}: num_key_value_heads={config['num_key_value_heads']} with latent "
+            f"attention is not proved; num_key_value_heads={heads} (as many as heads) is."
+        )
+    return Latent(
+        q_rank=None if config.get("q_lora_rank") is None else size.required("q_lora_rank"),
+        kv_rank=size.required("kv_lora_rank"),
+        rope_dim=size.required("qk_rope_head_dim"),
+        nope_dim=size.required("qk_nope_head_dim"),
+        v_dim=size.required("v_head_dim"),
     )
 
 
 def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[str, Any]:
     """What a config says of experts, refusing what is not proved."""
-    if family.experts is None:
+    row = family.experts
+    if row is None:
         return {}
-    for key, value in _EVERY_LAYER_ALIKE.items():
+    for key, value in _NOT_PROVED_OF_EXPERTS.items():
         if config.get(key) not in (None, *value):
             raise UserError(
                 f"{size.source}: {key}={config[key]!r} is not proved; {key}={value[0]!r} is."
             )
     key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+    balance = bool(config.get("output_router_logits", False))
+    if balance and not row.balance_loss:
+        raise UserError(
+            f"{size.source}: transformers has no balance loss for {family.model_type}; set "
+            "output_router_logits to false."
+        )
+    width = size.required(row.width)
+    shared = size.required(row.shared) if row.shared else 0
     return {
         "num_experts": size.required(key),
         "experts_per_token": size.required("num_experts_per_tok"),
-        "has_balance_loss": bool(config.get("output_router_logits", False)),
+        "expert_width": width,
+        "shared_width": shared * width,
+        "has_balance_loss": balance,
     }
+
+
+def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tuple[LayerKind, ...]:
+    num_layers = size.required("num_hidden_layers")
+    sliding = _sliding_layers(config, family, num_layers, size)
+    window = size.optional("sliding_window", family.default_window) if any(sliding) else None
+    dense = _dense_layers(config, family, num_layers, size)
+    return tuple(
+        LayerKind(
+            has_experts=family.experts is not None and not is_dense,
+            window=window if is_sliding else None,
+        )
+        for is_sliding, is_dense in zip(sliding, dense, strict=True)
+    )
+
+
+def _dense_layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+) -> list[bool]:
+    """For each layer of a mixture of experts, whether it has a plain MLP instead."""
+    if family.dense_layers == "first":
+        first = size.optional("first_k_dense_replace", 3, least=0)
+        return [number < first for number in range(num_layers)]
+    if family.dense_layers == "listed":
+        listed = config.get("mlp_only_layers") or []
+        if not isinstance(listed, list):
+            raise UserError(f"{size.source}: mlp_only_layers is {listed!r}; expected a list.")
+        step = size.optional("decoder_sparse_step", 1)
+        return [number in listed or (number + 1) % step != 0 for number in range(num_layers)]
+    return [False] * num_layers
 
 
 def _family(config: Mapping[str, Any], source: str) -> Family:
@@ -247,6 +334,11 @@ def _refuse_what_is_not_proved(config: Mapping[str, Any], source: str) -> None:
             f"{source}: use_bidirectional_attention lets tokens attend to later ones; only causal "
             "models are supported."
         )
+    if config.get("add_cross_attention"):
+        raise UserError(
+            f"{source}: add_cross_attention makes a decoder of an encoder's output; only models of "
+            "their own are supported."
+        )
     for kind in _rope_types(config):
         if kind not in _ROPE_TYPES:
             raise UserError(
@@ -266,17 +358,22 @@ def _rope_types(config: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _dropout(config: Mapping[str, Any], source: str) -> float:
-    value = config.get("attention_dropout") or 0.0
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UserError(f"{source}: attention_dropout is {value!r}; expected a number.")
-    return float(value)
+def _dropout(config: Mapping[str, Any], family: Family, source: str) -> tuple[str, float] | None:
+    """The first dropout that is not zero."""
+    for key, default in family.dropouts.items():
+        value = config.get(key, default)
+        value = 0.0 if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UserError(f"{source}: {key} is {value!r}; expected a number.")
+        if value > 0:
+            return key, float(value)
+    return None
 
 
-def _num_sliding_layers(
+def _sliding_layers(
     config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
-) -> int:
-    """Layers with a sliding window, as transformers' config classes decide it."""
+) -> list[bool]:
+    """For each layer whether it has a sliding window, as transformers' config classes decide."""
     types = config.get("layer_types")
     if types:
         if not isinstance(types, list) or len(types) != num_layers:
@@ -284,27 +381,30 @@ def _num_sliding_layers(
                 f"{size.source}: layer_types is {types!r}; expected one entry for each of the "
                 f"{num_layers} layers."
             )
-        return sum(kind == "sliding_attention" for kind in types)
+        return [kind == "sliding_attention" for kind in types]
     if family.sliding == "all":
-        return num_layers if config.get("sliding_window", _DEFAULT_WINDOW) else 0
+        return [bool(config.get("sliding_window", family.default_window))] * num_layers
     if family.sliding == "given":
-        return num_layers if config.get("sliding_window") else 0
+        return [bool(config.get("sliding_window"))] * num_layers
     if family.sliding == "upper":
-        windowed = config.get("use_sliding_window")
-        return (
-            max(0, num_layers - size.optional("max_window_layers", 28, least=0)) if windowed else 0
-        )
+        first = size.optional("max_window_layers", 28, least=0)
+        windowed = bool(config.get("use_sliding_window"))
+        return [windowed and number >= first for number in range(num_layers)]
     if family.sliding == "pattern":
-        return num_layers - num_layers // size.optional("sliding_window_pattern", 6)
-    return 0
+        pattern = size.optional("sliding_window_pattern", family.default_pattern)
+        return [(number + 1) % pattern != 0 for number in range(num_layers)]
+    return [False] * num_layers
 
 
 @dataclass(frozen=True)
 class _Sizes:
     config: Mapping[str, Any]
     source: str
+    keys: Mapping[str, str]
+    """what the family calls some of them"""
 
     def required(self, key: str, *, least: int = 1) -> int:
+        key = self.keys.get(key, key)
         value = self.config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(
@@ -312,5 +412,9 @@ class _Sizes:
             )
         return value
 
-    def optional(self, key: str, default: int, *, least: int = 1) -> int:
-        return default if self.config.get(key) is None else self.required(key, least=least)
+    def optional(self, key: str, default: int | None, *, least: int = 1) -> int:
+        """Without a default the key is required."""
+        given = self.config.get(self.keys.get(key, key)) is not None
+        if given or default is None:
+            return self.required(key, least=least)
+        return default

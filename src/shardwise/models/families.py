@@ -7,7 +7,8 @@ are not here: they are read from transformers' own tables.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
@@ -24,14 +25,46 @@ ALL_KINDS = (*KINDS, *PAIRS)
 class StoredExperts:
     """How the files name a layer's experts, which transformers stacks into two parameters."""
 
-    block: str
-    """what the files call `mlp`"""
     gate: str
     up: str
     down: str
     """names of an expert's three matrices, with {} for its number"""
-    width: str
+    block: str = "mlp"
+    """what the files call `mlp`"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The mixture of experts of a family."""
+
+    stored: StoredExperts | None
+    """None: the files have them stacked too"""
+    width: str = "moe_intermediate_size"
     """config key of the width of one expert"""
+    router: str = "gate"
+    bias: bool = False
+    """of the router and of every expert"""
+    transposed: bool = False
+    """whether an expert's matrices are stored with the inputs first"""
+    kept_widths: int = 4
+    """tensors as wide as an expert that its activation function keeps for the backward pass"""
+    corrected: bool = False
+    """whether the router has a correction of its scores that is stored and not trained"""
+    shared: str | None = None
+    """config key of how many experts every token goes through"""
+    balance_loss: bool = True
+    """whether transformers adds the router's balance loss if asked to"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What a family calls its parts outside the layers."""
+
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm"
+    positions: str | None = None
+    """a table of learned positions"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +82,16 @@ class Family:
     """None: as `attention_bias` of the config says"""
     mlp_bias: bool | None = False
     """None: as `mlp_bias` of the config says"""
+    attention: Literal["heads", "fused", "latent", "conv1d"] = "heads"
+    mlp: Literal["gated", "fused", "conv1d"] = "gated"
+    """kinds of `models/layers.py`"""
+    norm_bias: bool = False
+    sinks: bool = False
+    """whether each head has a logit of its own that takes from all others"""
+    names: Names = Names()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """usual config key -> what this family calls it"""
+    default_attention_bias: bool = False
     default_head_dim: int | None = None
     """head_dim where the config has none; None: hidden_size / num_attention_heads"""
     default_kv_heads: int | None = None
@@ -59,17 +102,57 @@ class Family:
     `sliding_window` is set or absent (given: only if set); those from `max_window_layers` up if
     `use_sliding_window` is; or all
     but each `sliding_window_pattern`-th"""
+    default_window: int = 4096
+    default_pattern: int = 6
+    """of `sliding_window_pattern`"""
+    tp_rules: Mapping[str, str] = field(default_factory=dict)
+    """what transformers' tensor-parallel table lacks, or has otherwise"""
+    dropouts: Mapping[str, float] = field(default_factory=lambda: {"attention_dropout": 0.0})
+    """config key of every dropout -> its value where the config has none"""
     fp32_norm_output: bool = False
     """whether a norm's scaled output is kept in fp32 until the weight is applied"""
-    experts: StoredExperts | None = None
-    """of a mixture of experts: every layer has one, without shared experts"""
+    experts: Experts | None = None
+    """of a mixture of experts"""
+    dense_layers: Literal["none", "first", "listed"] = "none"
+    """which layers of a mixture have a plain MLP: the first `first_k_dense_replace`, or those that
+    `mlp_only_layers` and `decoder_sparse_step` say"""
     proved: tuple[str, ...] = ()
 
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 _SANDWICH_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
+_HEADS = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+_LATENT_HEADS = {
+    "layers.*.self_attn.q_a_proj": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.q_a_layernorm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.kv_a_proj_with_mqa": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.kv_a_layernorm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+_FUSED = {
+    "layers.*.self_attn.qkv_proj": "fused_colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_up_proj": "fused_colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+_QWEN_EXPERTS = StoredExperts(
+    gate="experts.{}.gate_proj.weight",
+    up="experts.{}.up_proj.weight",
+    down="experts.{}.down_proj.weight",
+)
+
 _DENSE_KINDS = tuple(kind for kind in ALL_KINDS if kind != "ep")
+_UNRULED_KINDS = ("dp", "fsdp", "ZeRO-1", "ZeRO-2", "dp x fsdp")
+"""of a model whose matrices nobody has rules for"""
 _EXPERT_KINDS = tuple(kind for kind in ALL_KINDS if kind != "serve tp")
 
 FAMILIES: dict[str, Family] = {
@@ -127,11 +210,13 @@ FAMILIES: dict[str, Family] = {
             norms=_LLAMA_NORMS,
             default_kv_heads=8,
             sliding="given",
-            experts=StoredExperts(
-                block="block_sparse_moe",
-                gate="experts.{}.w1.weight",
-                up="experts.{}.w3.weight",
-                down="experts.{}.w2.weight",
+            experts=Experts(
+                stored=StoredExperts(
+                    block="block_sparse_moe",
+                    gate="experts.{}.w1.weight",
+                    up="experts.{}.w3.weight",
+                    down="experts.{}.w2.weight",
+                ),
                 width="intermediate_size",
             ),
             proved=_EXPERT_KINDS,
@@ -143,14 +228,80 @@ FAMILIES: dict[str, Family] = {
             qkv_bias=None,
             o_bias=None,
             default_kv_heads=4,
-            experts=StoredExperts(
-                block="mlp",
-                gate="experts.{}.gate_proj.weight",
-                up="experts.{}.up_proj.weight",
-                down="experts.{}.down_proj.weight",
-                width="moe_intermediate_size",
-            ),
+            experts=Experts(stored=_QWEN_EXPERTS),
+            dense_layers="listed",
             proved=_EXPERT_KINDS,
+        ),
+        Family(
+            model_type="gpt_oss",
+            norms=_LLAMA_NORMS,
+            qkv_bias=None,
+            o_bias=None,
+            sinks=True,
+            default_attention_bias=True,
+            default_head_dim=64,
+            default_kv_heads=8,
+            sliding="pattern",
+            default_window=128,
+            default_pattern=2,
+            fp32_norm_output=True,
+            experts=Experts(
+                stored=None,
+                width="intermediate_size",
+                router="router",
+                bias=True,
+                transposed=True,
+                kept_widths=7,
+            ),
+            tp_rules={**_HEADS, "layers.*.self_attn": "sinks"},
+            proved=_EXPERT_KINDS,
+        ),
+        Family(
+            model_type="deepseek_v3",
+            norms=_LLAMA_NORMS,
+            attention="latent",
+            qkv_bias=None,
+            experts=Experts(
+                stored=_QWEN_EXPERTS, corrected=True, shared="n_shared_experts", balance_loss=False
+            ),
+            dense_layers="first",
+            keys={"num_experts": "n_routed_experts"},
+            tp_rules=_LATENT_HEADS,
+            proved=_EXPERT_KINDS,
+        ),
+        Family(
+            model_type="phi3",
+            norms=_LLAMA_NORMS,
+            attention="fused",
+            mlp="fused",
+            sliding="given",
+            dropouts={"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+            tp_rules=_FUSED,
+            proved=_DENSE_KINDS,
+        ),
+        Family(
+            model_type="gpt2",
+            norms=("ln_1", "ln_2"),
+            norm_bias=True,
+            attention="conv1d",
+            mlp="conv1d",
+            tied_by_default=True,
+            names=Names(
+                layers="transformer.h",
+                embedding="transformer.wte.weight",
+                norm="transformer.ln_f",
+                positions="transformer.wpe.weight",
+            ),
+            keys={
+                "hidden_size": "n_embd",
+                "num_hidden_layers": "n_layer",
+                "num_attention_heads": "n_head",
+                "num_key_value_heads": "n_head",
+                "max_position_embeddings": "n_positions",
+                "intermediate_size": "n_inner",
+            },
+            dropouts={"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+            proved=_UNRULED_KINDS,
         ),
     )
 }

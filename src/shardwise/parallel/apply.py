@@ -48,7 +48,13 @@ def parallelize(
             sequence_parts=plan.layout.sequence_parts,
             dtype=DTYPES[plan.precision.compute],
         )
-    return ShardedModel(parts=parts, mesh=mesh, tied=facts.tied, pipeline=pipeline)
+    return ShardedModel(
+        parts=parts,
+        mesh=mesh,
+        tied=facts.tied,
+        embedding=facts.family.names.embedding,
+        pipeline=pipeline,
+    )
 
 
 def _part(
@@ -69,7 +75,7 @@ def _part(
     if layout.pp > 1:
         root = Stage(model, spec, sequence_parts=layout.sequence_parts)
     layers = [layer for layer in decoder_layers(model) if not isinstance(layer, Absent)]
-    experts = [experts_of(layer) for layer in layers] if layout.ep > 1 else []
+    experts = experts_of(layers) if layout.ep > 1 else []
     for module in experts:
         apply_expert_parallel(module, mesh)
     if layout.tp > 1:

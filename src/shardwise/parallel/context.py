@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from shardwise.models.attention import attend
 from shardwise.parallel.mesh import Mesh
 
 ATTENTION = "shardwise_context"
@@ -113,13 +113,16 @@ def _context_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of this rank's queries [rows, heads, tokens, head_dim] to all keys before them."""
     context: Context = module.shardwise_context
-    keys, values = _GatherSequence.apply(torch.stack((key, value)), context)
+    both = torch.cat((key, value), dim=-1)  # they differ in width where a latent is expanded
+    keys, values = _GatherSequence.apply(both, context).split(
+        (key.shape[-1], value.shape[-1]), dim=-1
+    )
     chunk = query.shape[2] // 2
     outputs = []
     for start, queries in zip(context.starts(chunk), query.split(chunk, dim=2), strict=True):
         end = start + chunk
         begin = 0 if sliding_window is None else max(0, start - sliding_window + 1)
-        output, _ = sdpa_attention_forward(
+        output, _ = attend(
             module,
             queries,
             keys[:, :, begin:end],
@@ -132,28 +135,28 @@ def _context_attention(
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Every rank's chunks [2, rows, heads, tokens, head_dim], in the order of the sequence; the
+    """Every rank's chunks [rows, heads, tokens, keys and values], in the order of the sequence; the
     gradients are summed, and each rank gets those of its own chunks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, context: Context) -> torch.Tensor:
         ctx.context = context
-        first = x.movedim(3, 0).contiguous()  # collectives join dimension 0
+        first = x.movedim(2, 0).contiguous()  # collectives join dimension 0
         whole = first.new_empty(context.num_ranks * first.shape[0], *first.shape[1:])
         dist.all_gather_into_tensor(whole, first, group=context.group)
         front, back = whole.unflatten(0, (context.num_ranks, 2, -1)).unbind(1)
-        return torch.cat((front.flatten(0, 1), back.flip(0).flatten(0, 1))).movedim(0, 3)
+        return torch.cat((front.flatten(0, 1), back.flip(0).flatten(0, 1))).movedim(0, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         context: Context = ctx.context
-        front, back = grad.movedim(3, 0).chunk(2)
+        front, back = grad.movedim(2, 0).chunk(2)
         chunks = (context.num_ranks, -1)
         pairs = (front.unflatten(0, chunks), back.unflatten(0, chunks).flip(0))
         whole = torch.stack(pairs, dim=1).flatten(0, 2).contiguous()
         part = whole.new_empty(len(whole) // context.num_ranks, *whole.shape[1:])
         dist.reduce_scatter_tensor(part, whole, group=context.group)
-        return part.movedim(0, 3), None
+        return part.movedim(0, 2), None
 
 
 AttentionInterface.register(ATTENTION, _context_attention)

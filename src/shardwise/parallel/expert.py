@@ -7,6 +7,7 @@ stay transformers'; in between, tokens are exchanged all to all, and back.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,13 +19,11 @@ from shardwise.parallel.collectives import exchange
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.tensor import local_parameter, using
 
-EXPERTS = "mlp.experts"
-"""name of the module in a layer that transformers stacks the experts in"""
 
-
-def experts_of(layer: nn.Module) -> nn.Module:
-    """The stacked experts of a decoder layer."""
-    return layer.get_submodule(EXPERTS)
+def experts_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The stacked experts of those decoder layers that have some."""
+    mlps = [layer.mlp for layer in layers]
+    return [mlp.experts for mlp in mlps if hasattr(mlp, "experts")]
 
 
 def apply_expert_parallel(experts: nn.Module, mesh: Mesh) -> None:

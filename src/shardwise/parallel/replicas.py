@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.models.facts import EMBEDDING
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import KV_HEADS, KV_REPLICAS
 from shardwise.parallel.sharded import ShardedModel
@@ -33,7 +32,9 @@ def check_replicas(sharded: ShardedModel) -> None:
         if held and mesh.size(axis) > 1:
             _compare(held, mesh.group(axis), f"the {axis} axis")
     if sharded.pipeline is not None and sharded.tied:
-        _compare_tied([p for name, p in named if name == EMBEDDING], mesh.ends())
+        name = sharded.embedding
+        both = [param for stored, param in named if stored == name]
+        _compare_tied(name, both, mesh.ends())
 
 
 def check_no_gradients(sharded: ShardedModel) -> None:
@@ -63,11 +64,11 @@ def _compare(named: Named, group: dist.ProcessGroup | None, where: str) -> None:
             raise ShardwiseError(f"{name} differs between the ranks of {where}.")
 
 
-def _compare_tied(both: Sequence[nn.Parameter], ends: dist.ProcessGroup | None) -> None:
+def _compare_tied(name: str, both: Sequence[nn.Parameter], ends: dist.ProcessGroup | None) -> None:
     if len(both) == 2 and not torch.equal(local_part(both[0]), local_part(both[1])):
-        raise ShardwiseError(f"{EMBEDDING} differs from its copy, the head.")
+        raise ShardwiseError(f"{name} differs from its copy, the head.")
     if len(both) == 1:
-        _compare([(EMBEDDING, both[0])], ends, "the two ends of the pipeline")
+        _compare([(name, both[0])], ends, "the two ends of the pipeline")
 
 
 def _digest(param: nn.Parameter) -> torch.Tensor:

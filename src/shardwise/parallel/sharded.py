@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.models.facts import EMBEDDING, HEAD
+from shardwise.models.facts import HEAD
 from shardwise.parallel.grads import local_part, sum_in_one
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline
@@ -37,6 +38,8 @@ class ShardedModel:
     parts: tuple[Part, ...]
     mesh: Mesh
     tied: bool
+    embedding: str
+    """name of what the head may be tied to"""
     pipeline: Pipeline | None
 
     @property
@@ -60,7 +63,14 @@ class ShardedModel:
         """Every parameter with the name under which files hold it."""
         for part in self.parts:
             for name, param in part.model.named_parameters():
-                yield (EMBEDDING if self.is_copy(part, name) else name), param
+                yield (self.embedding if self.is_copy(part, name) else name), param
+
+    def stored_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What files hold besides parameters; nothing trains it, and every rank has it whole."""
+        for part in self.parts:
+            for path, module in part.model.named_modules():
+                for name in set(module._buffers) - module._non_persistent_buffers_set:
+                    yield f"{path}.{name}", module.get_buffer(name)
 
     def is_copy(self, part: Part, name: str) -> bool:
         """Whether a parameter is the last stage's copy of what the first one has."""
@@ -90,7 +100,7 @@ class ShardedModel:
 
     def _sum_tied(self) -> None:
         """The embedding and its copy get the sum of both gradients, so that they stay equal."""
-        both = [param for name, param in self.stored_names() if name == EMBEDDING]
+        both = [param for name, param in self.stored_names() if name == self.embedding]
         grads = [local_part(param.grad) for param in both]
         group = self.mesh.ends()
         if len(grads) == 2:  # on one rank, at the two ends of a V

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardwise.errors import UserError
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
+from shardwise.models.families import Family
 from shardwise.parallel.collectives import (
     copy_to_group,
     gather_last_dim,
@@ -33,6 +34,7 @@ from shardwise.parallel.collectives import (
     split_sequence,
     sum_over_group,
 )
+from shardwise.parallel.fused import Fused, take_apart
 from shardwise.parallel.mesh import KV_REPLICAS, Mesh
 
 Forward = Callable[..., torch.Tensor]
@@ -80,34 +82,37 @@ Wrap = Callable[[nn.Module, Forward, Region], Forward]
 class Style:
     """How one kind of module is split over the `tp` axis."""
 
-    weight_dim: int | None
-    """dimension of `weight` that is sharded; None: replicated"""
-    bias_dim: int | None
+    dims: Mapping[str, int]
+    """parameter of the module -> its dimension that is sharded; the others are replicated"""
     wrap: Wrap
     """builds the forward that communicates around the module's own"""
     partial: bool = False
-    """whether each rank's gradient of the weight is only a part of it"""
+    """whether each rank's gradient of the module's parameters is only a part of it"""
 
 
-def tensor_rules(model: nn.Module, *, has_experts: bool = False) -> dict[str, str]:
-    """Module name -> style name: transformers' table for this model, expanded and checked.
+def tensor_rules(model: nn.Module, family: Family) -> dict[str, str]:
+    """Module name -> style name: transformers' table for this model and the family's own rules,
+    expanded and checked.
 
     Raises:
         UserError: the table is empty, matches nothing, or names a style that is not built.
     """
-    table: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    own = {f"{model.base_model_prefix}.{path}": style for path, style in family.tp_rules.items()}
+    table: Mapping[str, str] = {**(getattr(model, "tp_plan", None) or {}), **own}
     name = type(model).__name__
     if not table:
         raise UserError(f"{name} has no tensor-parallel table in transformers; use fsdp instead.")
     modules = [path for path, _ in model.named_modules()]
     rules: dict[str, str] = {}
     for pattern, style in table.items():
-        if has_experts and pattern.removeprefix("model.").startswith(_EXPERT_BLOCK):
+        if ".mlp.experts" in pattern:
             continue  # experts work on whole tokens: each rank on its own
+        if style == FUSED:  # `take_apart` has made a module of each matrix in one
+            pattern, style = f"{pattern}.*", COLUMN
         if style not in STYLES:
             raise UserError(f"{name}: the style {style!r} of {pattern} is not built; use fsdp.")
         found = fnmatch.filter(modules, pattern)
-        if not found:
+        if not found and family.experts is None and pattern not in own:
             raise UserError(f"{name}: the rule {pattern}: {style} matches no module; use fsdp.")
         rules.update(dict.fromkeys(found, style))
     return rules
@@ -127,7 +132,8 @@ def apply_tensor_parallel(
         backward pass, because each rank has seen only a part of its use.
     """
     region, num_kv_heads = region_of(mesh), facts.num_kv_heads
-    rules = tensor_rules(model, has_experts=facts.num_experts > 0)
+    take_apart(model, facts, mesh.size("tp"))
+    rules = tensor_rules(model, facts.family)
     shards = _Shards(mesh)
     for path, name in rules.items():
         module = model.get_submodule(path)
@@ -137,18 +143,19 @@ def apply_tensor_parallel(
         if name == GATHERED_COLUMN and not gather_logits:
             style = HEAD_CHUNK
         replicated_heads = path.endswith(_KV_PROJECTIONS) and num_kv_heads < mesh.size("tp")
-        for param, dim in (("weight", style.weight_dim), ("bias", style.bias_dim)):
+        for param, dim in style.dims.items():
             if replicated_heads:
                 shards.replace_kv(module, param, path, num_kv_heads)
             else:
-                shards.replace(module, param, path, dim)
+                shards.replace(module, param, dim)
         if style.partial:
-            shards.partial[f"{path}.weight"] = "tp"
+            names = (name for name, _ in module.named_parameters(recurse=False))
+            shards.partial.update({f"{path}.{name}": "tp" for name in names})
         module.forward = style.wrap(module, module.forward, region)
-    for parent in {_parent(path) for path, name in rules.items() if name == COLUMN}:
-        region.enter_at(model.get_submodule(parent))
+    for reader in {_reader(model, path) for path, name in rules.items() if name == COLUMN}:
+        region.enter_at(reader)
     if num_kv_heads < mesh.size("tp"):
-        _repeat_locally(model, mesh.size("tp"))
+        _repeat_locally(model, facts.num_heads // mesh.size("tp"))
     if region.split_outside:
         _split_between_layers(model, mesh.group("tp"))
         for param_name, param in model.named_parameters():
@@ -170,10 +177,10 @@ class _Shards:
         self._done: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
         self.partial: dict[str, str] = {}
 
-    def replace(self, module: nn.Module, name: str, path: str, dim: int | None) -> None:
+    def replace(self, module: nn.Module, name: str, dim: int) -> None:
         """Shard one dimension over the `tp` axis."""
         param = module._parameters.get(name)
-        if param is None or dim is None:
+        if param is None:
             return
         if param not in self._done:
             local = distribute_tensor(
@@ -194,15 +201,14 @@ class _Shards:
         self.partial[f"{path}.{name}"] = KV_REPLICAS
 
 
-_EXPERT_BLOCK = "layers.*.mlp."
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 
 
-def _repeat_locally(model: nn.Module, num_ranks: int) -> None:
+def _repeat_locally(model: nn.Module, num_heads: int) -> None:
     """Each rank has one KV head, which attention repeats for all its query heads."""
     for module in model.modules():
         if hasattr(module, "num_key_value_groups"):
-            module.num_key_value_groups = module.config.num_attention_heads // num_ranks
+            module.num_key_value_groups = num_heads
 
 
 def _split_between_layers(model: nn.Module, ranks: dist.ProcessGroup) -> None:
@@ -218,8 +224,12 @@ def _split_between_layers(model: nn.Module, ranks: dist.ProcessGroup) -> None:
         first.register_forward_pre_hook(cut)
 
 
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
+def _reader(model: nn.Module, path: str) -> nn.Module:
+    """The attention or MLP that a split projection belongs to."""
+    parent = path.rpartition(".")[0]
+    if isinstance(model.get_submodule(parent), Fused):
+        parent = parent.rpartition(".")[0]
+    return model.get_submodule(parent)
 
 
 @contextmanager
@@ -240,12 +250,12 @@ def local_parameter(module: nn.Module, name: str) -> Any:
 
 
 def _column(module: nn.Module, inner: Forward, region: Region) -> Forward:
-    """Split the output: every rank has some of the columns of y = x W."""
+    """Split the output: every rank has some of the columns of y = x W, or of the heads."""
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         weights = {n: local_parameter(module, n) for n in module._parameters}
         with using(module, **weights):
-            return inner(x)
+            return inner(*args, **kwargs)
 
     return forward
 
@@ -311,17 +321,17 @@ def _weight(module: nn.Module) -> nn.Parameter:
     return weight
 
 
-COLUMN, GATHERED_COLUMN = "colwise", "colwise_gather_output"
+COLUMN, GATHERED_COLUMN, FUSED = "colwise", "colwise_gather_output", "fused_colwise"
 
 STYLES: dict[str, Style] = {
-    COLUMN: Style(weight_dim=0, bias_dim=0, wrap=_column),
-    GATHERED_COLUMN: Style(weight_dim=0, bias_dim=0, wrap=_gathered_column),
-    "rowwise": Style(weight_dim=1, bias_dim=None, wrap=_row),
-    "embedding_rowwise": Style(weight_dim=0, bias_dim=None, wrap=_vocab_embedding),
-    "replicated_with_grad_allreduce": Style(
-        weight_dim=None, bias_dim=None, wrap=_as_it_is, partial=True
-    ),
+    COLUMN: Style(dims={"weight": 0, "bias": 0}, wrap=_column),
+    GATHERED_COLUMN: Style(dims={"weight": 0, "bias": 0}, wrap=_gathered_column),
+    "rowwise": Style(dims={"weight": 1}, wrap=_row),
+    "embedding_rowwise": Style(dims={"weight": 0}, wrap=_vocab_embedding),
+    "replicated_with_grad_allreduce": Style(dims={}, wrap=_as_it_is, partial=True),
+    "sinks": Style(dims={"sinks": 0}, wrap=_column),
 }
-"""transformers' style names (see `transformers.distributed.tensor_parallel`) -> what they do."""
+"""transformers' style names (see `transformers.distributed.tensor_parallel`), and one of our own ->
+what they do."""
 
-HEAD_CHUNK = Style(weight_dim=0, bias_dim=0, wrap=_head_chunk)
+HEAD_CHUNK = Style(dims={"weight": 0, "bias": 0}, wrap=_head_chunk)

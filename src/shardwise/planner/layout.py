@@ -168,10 +168,11 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
     reason = why_illegal(plan.layout, facts, task=plan.task)
     if reason is not None:
         raise UserError(f"layout {reason}.")
-    if facts.dropout > 0 and plan.task == "full":
+    if facts.dropout is not None and plan.task == "full":
+        key, value = facts.dropout
         raise UserError(
-            f"attention_dropout={facts.dropout} in the model's config: dropout cannot be proved "
-            "equal to one process; set it to 0.0 there."
+            f"{key}={value} in the model's config: dropout cannot be proved equal to one process; "
+            "set it to 0.0 there."
         )
     if "seq_len" not in plan.train.model_fields_set:
         shortest = min(plan.train.seq_len, facts.max_positions)
@@ -227,8 +228,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _split_by_tp(facts: ModelFacts) -> dict[str, int]:
-    return {
-        "attention heads": facts.num_heads,
-        KV: facts.num_kv_heads,
-        **({} if facts.num_experts else {"feed-forward columns": facts.intermediate_size}),
-    }
+    split = {"attention heads": facts.num_heads, KV: facts.num_kv_heads}
+    if not all(kind.has_experts for kind in facts.layers):
+        split["feed-forward columns"] = facts.intermediate_size
+    if facts.shared_width:
+        split["columns of shared experts"] = facts.shared_width
+    return split

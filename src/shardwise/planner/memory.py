@@ -8,15 +8,22 @@ against the tensors that autograd really saves, totals against measured peaks
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import GIB, Layout, Memory, Plan
-from shardwise.models.facts import DOWN, GATE_UP, ModelFacts
+from shardwise.models.facts import ModelFacts
+from shardwise.models.layers import LayerKind, Param
+from shardwise.planner.activations import (
+    FP32,
+    activation_bytes_per_token,
+    context_bytes_per_token,
+    masked_bytes_per_token,
+    selective_bytes_per_token,
+)
 from shardwise.planner.stages import StageSpec, passes_under_way, stages_of, worst_ranks
 
-FP32 = 4
-_INDEX = 8
 LOSS_CHUNK_TOKENS = 256
 """tokens whose logits exist at a time, which the loss obeys"""
 _RUNTIME_BYTES = {"cpu": int(0.36 * GIB), "accelerator": int(1.0 * GIB)}
@@ -28,17 +35,29 @@ launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """Parameters that one rank has of some equal layers, each."""
+
+    count: int
+    values: int
+    """experts included"""
+    experts: int
+    """those that have a sharding of their own (ep > 1)"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankSizes:
     """Parameters of one rank, after pipeline and tensor parallelism and before FSDP."""
 
-    layer: int
-    """of one decoder layer, its experts included"""
-    experts: int
-    """of one layer, those that have a sharding of their own (ep > 1)"""
-    num_layers: int
+    layers: tuple[LayerSizes, ...]
     embedding: int
     head: int
     """last norm and, unless it is the embedding of the same rank, the head"""
+
+    @property
+    def layer(self) -> int:
+        """Of the largest layer."""
+        return max((sizes.values for sizes in self.layers), default=0)
 
     @property
     def outer(self) -> int:
@@ -48,11 +67,11 @@ class RankSizes:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.num_layers * self.layer + self.outer
+        return sum(sizes.count * sizes.values for sizes in self.layers) + self.outer
 
     def own(self, layout: Layout) -> int:
         """What one rank keeps of them."""
-        experts = self.num_layers * self.experts
+        experts = sum(sizes.count * sizes.experts for sizes in self.layers)
         dense = -(-(self.total - experts) // layout.num_shards)
         return dense + -(-experts // layout.num_expert_shards)
 
@@ -65,22 +84,25 @@ class RankSizes:
         Args:
             stages: those of the rank; None: the whole model.
         """
-        layer = sum(math.prod(shape) for shape in local_shapes(facts, layout).values())
         table = -(-facts.vocab_size // layout.tp) * facts.hidden_size
-        if stages is None:
-            num_layers, has_embedding, has_head, shared = facts.num_layers, True, True, facts.tied
-        else:
-            num_layers = sum(len(stage.layers) for stage in stages)
-            has_embedding = any(stage.is_first for stage in stages)
-            has_head = any(stage.is_last for stage in stages)
-            shared = facts.tied and len(stages) == 1 and has_embedding
-        head = facts.hidden_size + (0 if shared else table)
+        has_embedding = stages is None or any(stage.is_first for stage in stages)
+        has_head = stages is None or any(stage.is_last for stage in stages)
+        one_stage = stages is None or len(stages) == 1
+        shared = facts.tied and one_stage and has_embedding
+        more = facts.num_outer_parameters - (1 if facts.tied else 2) * (
+            facts.vocab_size * facts.hidden_size
+        )  # last norm and learned positions
         return cls(
-            layer=layer,
-            experts=facts.num_layer_expert_parameters // layout.ep if layout.ep > 1 else 0,
-            num_layers=num_layers,
+            layers=tuple(
+                LayerSizes(
+                    count=count,
+                    values=sum(math.prod(s) for s in local_shapes(facts, kind, layout).values()),
+                    experts=facts.num_expert_parameters(kind) // layout.ep if layout.ep > 1 else 0,
+                )
+                for kind, count in layer_counts(facts, stages).items()
+            ),
             embedding=table if has_embedding else 0,
-            head=head if has_head else 0,
+            head=more + (0 if shared else table) if has_head else 0,
         )
 
 
@@ -89,97 +111,43 @@ def stages_of_rank(plan: Plan, facts: ModelFacts, rank: int) -> list[StageSpec]:
     return [stage for stage in stages_of(plan, facts) if stage.rank == rank]
 
 
-def local_shapes(facts: ModelFacts, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """What one rank of `tp` and `ep` holds of each parameter of a layer: norms and row biases are
-    whole everywhere, and a KV head is never cut."""
-    shapes = facts.layer_shapes.items()
-    return {name: _local_shape(name, shape, facts, layout) for name, shape in shapes}
+def layer_counts(
+    facts: ModelFacts, stages: Sequence[StageSpec] | None = None
+) -> Counter[LayerKind]:
+    """How many layers of each kind some stages have; None: the whole model."""
+    if stages is None:
+        return Counter(facts.layers)
+    return Counter(facts.layers[number] for stage in stages for number in stage.layers)
 
 
-def _local_shape(
-    name: str, shape: tuple[int, ...], facts: ModelFacts, layout: Layout
-) -> tuple[int, ...]:
-    tp = layout.tp
-    if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
-        return shape
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        return (shape[0], shape[1] // tp)
-    if is_expert(name):
-        return (shape[0] // layout.ep, *shape[1:])
-    if name == "mlp.gate.weight":
-        return shape  # the router works on whole tokens
-    parts = min(tp, facts.num_kv_heads) if is_kv(name) else tp
-    return (shape[0] // parts, *shape[1:])
+def recomputed_layers(
+    plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]
+) -> Counter[LayerKind]:
+    """How many layers of each kind some stages compute again in the backward pass."""
+    if plan.train.checkpointing == "none":
+        return Counter()
+    every = plan.train.checkpoint_every
+    return Counter(facts.layers[n] for stage in stages for n in stage.layers[::every])
 
 
-def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to stacked experts."""
-    return name in (GATE_UP, DOWN)
+def local_shapes(facts: ModelFacts, kind: LayerKind, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """What one rank of `tp` and `ep` holds of each parameter of a layer."""
+    sizes = {"tp": layout.tp, "ep": layout.ep, "num_kv_heads": facts.num_kv_heads}
+    return {
+        name: param.local_shape(**sizes) for name, param in params_in(facts, kind, layout).items()
+    }
 
 
-def is_kv(name: str) -> bool:
-    """Whether a parameter belongs to the keys or values."""
-    return "k_proj." in name or "v_proj." in name
-
-
-def activation_bytes_per_token(
-    facts: ModelFacts,
-    *,
-    tp: int,
-    compute_bytes: int,
-    sequence_parallel: bool = False,
-    ep: int = 1,
-) -> int:
-    """Bytes that one decoder layer keeps for its backward pass, per token.
-
-    By operation: each norm keeps its fp32 input and its scaled output; the projections keep their
-    inputs; attention keeps q, k, v, its output and one fp32 number a head; the gated MLP keeps
-    both halves, the activation and the product. With sequence parallelism a rank has the norms of
-    its own tokens only; the projections keep their gathered inputs. Experts (grouped products) keep
-    for each choice of a token their input, both halves, the activation, the product and the output,
-    and five numbers of indices; tokens that travel are kept once more. The experts are taken to be
-    used evenly.
-    """
-    c = compute_bytes
-    norm = FP32 + (FP32 if facts.family.fp32_norm_output else c)
-    q, kv = facts.q_size // tp, facts.kv_size // min(tp, facts.num_kv_heads)
-    num_heads = facts.num_heads // tp
-    norms = len(facts.family.norms) * (facts.hidden_size * norm + FP32)
-    if sequence_parallel:
-        norms //= tp
-    linears = 2 * facts.hidden_size * c
-    attention = 2 * (q + kv) * c + num_heads * FP32
-    qk_norms = (q + kv) * norm + 2 * num_heads * FP32 if facts.family.qk_norm else 0
-    mlp = 4 * (facts.intermediate_size // tp) * c
-    if not facts.num_experts:
-        return norms + linears + attention + qk_norms + mlp
-    # a rank's experts have as many tokens to work on as its part of the sequence has
-    linears = facts.hidden_size * c + facts.hidden_size * c // tp
-    sizes = (2 if ep == 1 else 3) * facts.hidden_size + 4 * facts.intermediate_size
-    choice = sizes * c + (5 if ep == 1 else 11) * _INDEX
-    mlp = (facts.experts_per_token * choice + facts.num_experts * FP32) // tp
-    return norms + linears + attention + qk_norms + mlp
-
-
-def masked_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int, seq_len: int) -> int:
-    """What a sliding layer keeps on top of that, once rows are longer than its window.
-
-    Attention gets an explicit mask then: a row of it for each token, in the compute dtype, and a
-    second copy of its output in the order that the next projection needs.
-    """
-    if facts.sliding_window is None or seq_len <= facts.sliding_window:
-        return 0
-    return (seq_len + facts.q_size // tp) * compute_bytes
-
-
-def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int:
-    """What a layer keeps on top of that, per token of a rank, where others have the rest of the
-    sequence: the keys and values of all of it (repeated for each query head, as transformers does
-    where there is a mask), and the output's chunks."""
-    if layout.cp == 1:
-        return 0
-    q, kv = facts.q_size // layout.tp, facts.kv_size // min(layout.tp, facts.num_kv_heads)
-    return (2 * (q * layout.cp - kv) + q) * c
+def params_in(facts: ModelFacts, kind: LayerKind, layout: Layout) -> dict[str, Param]:
+    """A layer's parameters as the ranks have them: `tp` takes fused matrices apart."""
+    params: dict[str, Param] = {}
+    for name, param in facts.params_of(kind).items():
+        if param.parts is None or layout.tp == 1:
+            params[name] = param
+        else:
+            module = name.removesuffix(".weight")
+            params |= {f"{module}.{part}.weight": p for part, p in param.parts.items()}
+    return params
 
 
 def _context_masks(plan: Plan, facts: ModelFacts) -> int:
@@ -189,7 +157,7 @@ def _context_masks(plan: Plan, facts: ModelFacts) -> int:
         return 0
     chunk = plan.train.seq_len / (2 * layout.cp)
     one = chunk * chunk * (2 * layout.cp + 1) * plan.precision.compute_bytes
-    return int(one * (2 if 0 < facts.num_sliding_layers < facts.num_layers else 1))
+    return int(one * len({kind.window for kind in facts.layers}))
 
 
 def local_tokens(plan: Plan) -> int:
@@ -253,7 +221,7 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
     ]
     at_end = {
         "gradients": own * FP32,
-        "activations": _kept(plan, facts),
+        "activations": max(_kept(plan, facts, kind) for kind in layer_counts(facts, stages)),
         "logits": 0,
         "buffers": sizes.outer * (2 * c + r) + 2 * sizes.layer * (c + r),
     }
@@ -267,17 +235,11 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
     return {**states, **peak, "kv_cache": 0}
 
 
-def _kept(plan: Plan, facts: ModelFacts) -> int:
-    """Bytes that one layer keeps of one micro-batch."""
-    layout = plan.layout
-    per_token = activation_bytes_per_token(
-        facts,
-        tp=layout.tp,
-        compute_bytes=plan.precision.compute_bytes,
-        sequence_parallel=layout.sequence_parallel,
-        ep=layout.ep,
-    )
-    per_token += context_bytes_per_token(facts, layout, plan.precision.compute_bytes)
+def _kept(plan: Plan, facts: ModelFacts, kind: LayerKind) -> int:
+    """Bytes that one layer keeps of one micro-batch, its mask left out."""
+    c = plan.precision.compute_bytes
+    per_token = activation_bytes_per_token(facts, kind, plan.layout, compute_bytes=c)
+    per_token += context_bytes_per_token(facts, plan.layout, c)
     return per_token * local_tokens(plan)
 
 
@@ -285,34 +247,24 @@ def _activations(plan: Plan, facts: ModelFacts, passes: int, stages: Sequence[St
     """What so many forward passes of a stage have kept."""
     layout, train, c = plan.layout, plan.train, plan.precision.compute_bytes
     tokens = local_tokens(plan)
-    kept = _kept(plan, facts)
-    masked = tokens * masked_bytes_per_token(
-        facts, tp=layout.tp, compute_bytes=c, seq_len=train.seq_len
-    )
     outside = tokens // layout.sequence_parts  # of the sequence, between the split regions
     inputs = facts.hidden_size * c * outside
     # the last norm's input and output; the head's input, its trained part and their gradient
     last = facts.hidden_size * ((FP32 + c) * outside + 3 * c * tokens)
-    whole = kept + masked * facts.num_sliding_layers / facts.num_layers
-    layers = sum(len(stage.layers) for stage in stages) / len(stages)
-    again = 0.0  # layers that are computed again, of which one is at a time
-    little, one = 0, 0
-    if train.checkpointing != "none":
-        again, one = math.ceil(layers / train.checkpoint_every), kept + masked
-        little = inputs
-    if train.checkpointing == "selective":
-        little += tokens * _selective_bytes_per_token(facts, layout, c)
-    activations = passes * ((layers - again) * whole + again * little) + one
+    recomputed = recomputed_layers(plan, facts, stages)
+    kept, one = 0, 0  # of those that are computed again, one is at a time
+    for kind, count in layer_counts(facts, stages).items():
+        masked = masked_bytes_per_token(facts, kind, layout, c, seq_len=train.seq_len)
+        whole = _kept(plan, facts, kind) + tokens * masked
+        again = recomputed[kind]
+        if again:
+            one = max(one, int(whole))
+        few = inputs
+        if train.checkpointing == "selective":
+            few += tokens * selective_bytes_per_token(facts, kind, layout, c)
+        kept += (count - again) * whole + again * few
+    activations = passes * kept / len(stages) + one
     return int(activations) + (last if any(stage.is_last for stage in stages) else 0)
-
-
-def _selective_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int:
-    """The results of a layer's matrix products and of its attention."""
-    tp = layout.tp
-    q, kv = facts.q_size // tp, facts.kv_size // min(tp, facts.num_kv_heads)
-    mlp = facts.hidden_size + 2 * (facts.intermediate_size // tp)
-    products = q + 2 * kv + facts.hidden_size + (facts.num_experts or mlp)
-    return (products + q) * c + facts.num_heads // tp * FP32
 
 
 def _received_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> int:
@@ -338,7 +290,9 @@ def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     tp, c = plan.layout.tp, plan.precision.compute_bytes
     sizes = RankSizes.of(facts, plan.layout)
     context = plan.serve.context or facts.max_positions
-    layer = (2 * facts.hidden_size + 4 * facts.intermediate_size // tp + 2 * facts.q_size // tp) * c
+    width = max(facts.intermediate_size, facts.expert_width * facts.experts_per_token)
+    layer = (2 * facts.hidden_size + 4 * width // tp + 2 * facts.q_size // tp) * c
+    cached = facts.cache_size if facts.latent else facts.cache_size // min(tp, facts.num_kv_heads)
     return {
         "weights": sizes.total * c,
         "gradients": 0,
@@ -346,10 +300,5 @@ def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
         "activations": layer * context,
         "logits": 2 * facts.vocab_size * FP32,
         "buffers": 0,
-        "kv_cache": 2
-        * facts.num_layers
-        * facts.kv_size
-        // min(tp, facts.num_kv_heads)
-        * c
-        * context,
+        "kv_cache": facts.num_layers * cached * c * context,
     }

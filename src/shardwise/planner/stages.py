@@ -10,6 +10,7 @@ from typing import Literal
 
 from shardwise.config import Plan
 from shardwise.models.facts import ModelFacts
+from shardwise.models.layers import LayerKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +117,15 @@ def _rank(index: int, pp: int, style: str) -> int:
 
 def layer_costs(plan: Plan, facts: ModelFacts) -> Sequence[float]:
     """Multiply-adds per token of each layer: its matrices, and attention over what it sees."""
-    seen = plan.train.seq_len / 2
-    return [facts.num_active_layer_parameters + 2 * facts.q_size * seen] * facts.num_layers
+    costs = {kind: _layer_cost(plan, facts, kind) for kind in set(facts.layers)}
+    return [costs[kind] for kind in facts.layers]
+
+
+def _layer_cost(plan: Plan, facts: ModelFacts, kind: LayerKind) -> float:
+    length = plan.train.seq_len
+    window = min(kind.window or length, length)
+    seen = window - window * window / (2 * length)  # on average; half of a sequence without window
+    return facts.num_active_parameters(kind) + (facts.q_size + facts.attention_size) * seen
 
 
 def head_cost(facts: ModelFacts) -> float:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config import Plan
+from shardwise.config import Layout, Plan
 from shardwise.models.facts import ModelFacts
+from shardwise.models.layers import LayerKind, Param
+from shardwise.planner.activations import FP32, activation_bytes_per_token
 from shardwise.planner.machine import Machine, Op
 from shardwise.planner.memory import (
-    FP32,
     LOSS_CHUNK_TOKENS,
     RankSizes,
-    activation_bytes_per_token,
-    is_expert,
-    is_kv,
+    layer_counts,
     local_shapes,
     local_tokens,
+    params_in,
+    recomputed_layers,
     stages_of_rank,
 )
 from shardwise.planner.stages import (
@@ -123,9 +125,11 @@ def _fsdp_groups(
 ) -> list[tuple[str, int, int, bool]]:
     """Axis and values of each FSDP group of a rank, how many are like it, and whether they are of
     layers."""
-    groups = [("fsdp", sizes.layer - sizes.experts, sizes.num_layers, True)]
-    if sizes.experts:
-        groups.append(("efsdp", sizes.experts, sizes.num_layers, True))
+    groups = []
+    for layers in sizes.layers:
+        groups.append(("fsdp", layers.values - layers.experts, layers.count, True))
+        if layers.experts:
+            groups.append(("efsdp", layers.experts, layers.count, True))
     outer = [RankSizes.of(facts, plan.layout, [stage]).outer for stage in stages]
     return groups + [("fsdp", values, 1, False) for values in outer if values]
 
@@ -135,9 +139,9 @@ def _expert_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
 
     A rank sends each token as often as it chooses experts, its own among them.
     """
-    layers = sum(len(stage.layers) for stage in stages)
-    passes = layers * plan.train.num_micro_batches(plan.layout)
-    again = _recomputed(plan, stages)
+    num_micro = plan.train.num_micro_batches(plan.layout)
+    passes = num_micro * _num_mixtures(layer_counts(facts, stages))
+    again = num_micro * _num_mixtures(recomputed_layers(plan, facts, stages))
     tokens = local_tokens(plan) // plan.layout.sequence_parts * facts.experts_per_token
     num_bytes = tokens * facts.hidden_size * plan.precision.compute_bytes
     counts = facts.num_experts * _COUNT_BYTES
@@ -147,6 +151,10 @@ def _expert_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
     ]
 
 
+def _num_mixtures(layers: Counter[LayerKind]) -> int:
+    return sum(count for kind, count in layers.items() if kind.has_experts)
+
+
 def _context_traffic(
     plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]
 ) -> list[Collective]:
@@ -154,22 +162,14 @@ def _context_traffic(
     layout, c = plan.layout, plan.precision.compute_bytes
     layers = sum(len(stage.layers) for stage in stages)
     count = layers * plan.train.num_micro_batches(layout)
-    kv = facts.kv_size // min(layout.tp, facts.num_kv_heads)
-    whole = 2 * kv * c * local_tokens(plan) * layout.cp
-    gathers = count + _recomputed(plan, stages)
+    kv = (facts.k_size + facts.v_size) // min(layout.tp, facts.num_kv_heads)
+    whole = kv * c * local_tokens(plan) * layout.cp
+    again = recomputed_layers(plan, facts, stages).total()
+    gathers = count + again * plan.train.num_micro_batches(layout)
     return [
         Collective(axis="cp", op="all_gather", count=gathers, num_bytes=whole),
         Collective(axis="cp", op="reduce_scatter", count=count, num_bytes=whole),
     ]
-
-
-def _recomputed(plan: Plan, stages: Sequence[StageSpec]) -> int:
-    """Passes of one layer that a rank runs a second time in a step."""
-    train = plan.train
-    if train.checkpointing == "none":
-        return 0
-    layers = sum(-(-len(stage.layers) // train.checkpoint_every) for stage in stages)
-    return layers * train.num_micro_batches(plan.layout)
 
 
 def _pipeline_traffic(
@@ -200,14 +200,15 @@ def _pipeline_traffic(
 
 
 def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[Collective]:
-    """Collectives of the `tp` axis. Each layer has two split regions (one where its MLP is a
-    mixture of experts), and the head is one."""
+    """Collectives of the `tp` axis. Attention and a plain MLP are a split region each, so are the
+    experts that every token goes through, and the head."""
     layout, train = plan.layout, plan.train
     num_micro = train.num_micro_batches(layout)
     layers = num_micro * sum(len(stage.layers) for stage in stages)
     first = num_micro if any(stage.is_first for stage in stages) else 0
     last = num_micro if any(stage.is_last for stage in stages) else 0
-    recompute = _recomputed(plan, stages)
+    counts, recomputed = layer_counts(facts, stages), recomputed_layers(plan, facts, stages)
+    recompute = num_micro * recomputed.total()
     # recomputation ends where nothing more is needed: before the MLP's sum, unless a norm follows
     sums_again = recompute * (2 if "post_feedforward_layernorm" in facts.family.norms else 1)
     whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
@@ -218,9 +219,9 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
         lines.append(("all_gather", last, layout.tp * 2 * chunk * FP32))
     if layout.sequence_parallel:
         # in and out of a region, and the other way back; the embedding is cut once
-        regions = 1 if facts.num_experts else 2
-        both_ways = 2 * regions * layers
-        lines.append(("all_gather", both_ways + regions * recompute + first + last, whole))
+        both_ways = 2 * num_micro * _num_regions(facts, counts)
+        entered_again = num_micro * _num_regions(facts, recomputed)
+        lines.append(("all_gather", both_ways + entered_again + first + last, whole))
         lines.append(("reduce_scatter", both_ways + sums_again + last, whole))
         lines.append(("all_reduce", first, whole))
     else:
@@ -237,24 +238,31 @@ def _partial_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -
     """Gradients that are summed over ranks after the last backward pass: of what is not split
     but used on other heads or, with sequence parallelism, tokens; and of repeated KV heads."""
     layout = plan.layout
-    held = local_shapes(facts, layout)
-    split = layout.sequence_parallel
-    whole = [
-        name
-        for name, shape in held.items()
-        if shape == facts.layer_shapes[name]
-        and (split or "q_norm" in name or "k_norm" in name)
-        and not (is_expert(name) and layout.ep > 1)
-    ]
-    repeated = [name for name in held if is_kv(name)] if layout.tp > facts.num_kv_heads else []
-    num_layers = sum(len(stage.layers) for stage in stages)
-    sums = []
-    for names in (set(whole) - set(repeated), repeated):
-        values = sum(_fsdp_share(held[name], layout.num_shards) for name in names) * num_layers
-        if names is not repeated and split and any(stage.is_last for stage in stages):
-            values += _fsdp_share((facts.hidden_size,), layout.num_shards)  # the last norm
-        sums.append(values * FP32)
-    return [num_bytes for num_bytes in sums if num_bytes]
+    whole, repeated = 0, 0
+    for kind, count in layer_counts(facts, stages).items():
+        held = local_shapes(facts, kind, layout)
+        for name, param in params_in(facts, kind, layout).items():
+            share = count * _fsdp_share(held[name], layout.num_shards)
+            if param.cut == "kv_heads" and layout.tp > facts.num_kv_heads:
+                repeated += share
+            elif _is_partial(param, layout):
+                whole += share
+    if layout.sequence_parallel and any(stage.is_last for stage in stages):
+        whole += _fsdp_share((facts.hidden_size,), layout.num_shards)  # the last norm
+    return [values * FP32 for values in (whole, repeated) if values]
+
+
+def _is_partial(param: Param, layout: Layout) -> bool:
+    """Whether each rank of `tp` has only a part of a parameter's gradient."""
+    if param.cut == "experts":
+        return layout.sequence_parallel and layout.ep == 1
+    return param.cut == "shared" or (param.cut == "whole" and layout.sequence_parallel)
+
+
+def _num_regions(facts: ModelFacts, layers: Counter[LayerKind]) -> int:
+    """Split regions of some layers."""
+    of_experts = 2 if facts.shared_width else 1
+    return sum(n * (of_experts if kind.has_experts else 2) for kind, n in layers.items())
 
 
 def _fsdp_share(shape: tuple[int, ...], fsdp: int) -> int:
@@ -294,12 +302,9 @@ def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> St
     c = plan.precision.compute_bytes
     stages = stages_of_rank(plan, facts, rank)
     sizes = RankSizes.of(facts, layout, stages)
-    kept = sizes.num_layers * activation_bytes_per_token(
-        facts,
-        tp=layout.tp,
-        compute_bytes=c,
-        sequence_parallel=layout.sequence_parallel,
-        ep=layout.ep,
+    kept = sum(
+        count * activation_bytes_per_token(facts, kind, layout, compute_bytes=c)
+        for kind, count in layer_counts(facts, stages).items()
     )
     logits = 0  # maximum, power, sum and softmax are made in place
     if sizes.head:

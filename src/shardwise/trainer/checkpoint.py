@@ -16,12 +16,14 @@ import torch.distributed.checkpoint as dcp
 
 from shardwise.config import PLAN_FILE, Plan
 from shardwise.errors import UserError
+from shardwise.models.facts import read_facts
 from shardwise.parallel._torch import HuggingFaceStorageWriter
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.trainer.state import STATE_FILE, State, read_state
 from shardwise.weights.index import open_index
 from shardwise.weights.load import local_box, read_into
+from shardwise.weights.names import join_parts
 from shardwise.weights.save import copy_model_files
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,6 +52,7 @@ def save_checkpoint(
     dist.barrier()
     mine = dict(sharded.named_parameters(copies=False))
     params = {name: param.detach() for name, param in mine.items()}
+    params.update(sharded.stored_buffers())
     moments = {
         f"{moment}/{name}": optimizer.state[param][moment]
         for name, param in mine.items()
@@ -100,17 +103,19 @@ def _buckets(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def load_optimizer(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Read the moments of a checkpoint, each rank its own slices, whatever layout wrote them."""
-    index = open_index(path / "optimizer")
+    index, facts = open_index(path / "optimizer"), read_facts(path / "model")
+    for moment in _MOMENTS:
+        index = join_parts(index, facts, prefix=f"{moment}/")
     step = read_state(path).step
     for name, param in sharded.stored_names():
         state = optimizer.state[param]
         state["step"] = torch.tensor(float(step), device=local_part(param).device)
         for moment in _MOMENTS:
             key = f"{moment}/{name}"
-            if key not in index.pieces:
+            if key not in index:
                 raise UserError(f"{path}: the optimizer state lacks {key}.")
             state[moment] = torch.zeros_like(param)
-            read_into(local_part(state[moment]), local_box(param), index.pieces[key], key)
+            read_into(local_part(state[moment]), local_box(param), index.pieces_of(key), key)
 
 
 def _sync(folder: Path) -> None:

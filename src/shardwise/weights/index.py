@@ -11,12 +11,12 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.models.facts import EMBEDDING, HEAD
+from shardwise.models.facts import HEAD, ModelFacts
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,6 +42,11 @@ class Piece:
     num_added: int = 0
     """leading dimensions of length one that the file does not have"""
 
+    def moved(self, rows: int) -> Piece:
+        """The same piece so many rows further on."""
+        first, *others = self.offset
+        return replace(self, offset=(first + rows, *others))
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightIndex:
@@ -50,6 +55,18 @@ class WeightIndex:
     directory: Path
     pieces: Mapping[str, tuple[Piece, ...]]
     notes: tuple[str, ...] = ()
+    parts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """parameter that is some rows of a tensor -> that tensor, and the first row"""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.pieces or self.parts.get(name, ("",))[0] in self.pieces
+
+    def pieces_of(self, name: str) -> tuple[Piece, ...]:
+        """The pieces of a parameter, in its own coordinates."""
+        if name not in self.parts:
+            return self.pieces[name]
+        whole, first = self.parts[name]
+        return tuple(piece.moved(-first) for piece in self.pieces[whole])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the full tensor."""
@@ -99,17 +116,11 @@ def open_index(directory: str | Path) -> WeightIndex:
     return WeightIndex(directory=path, pieces=frozen, notes=tuple(notes))
 
 
-def verify(
-    index: WeightIndex,
-    expected: Mapping[str, tuple[int, ...]],
-    *,
-    tied: bool,
-    compare_tied: bool = True,
-) -> tuple[str, ...]:
-    """Check that an index holds exactly the model's parameters.
+def verify(index: WeightIndex, facts: ModelFacts, *, compare_tied: bool = True) -> tuple[str, ...]:
+    """Check that an index holds exactly what the model needs.
 
     Args:
-        expected: parameter name -> shape; of tied weights only the embedding.
+        index: under the model's own names (`weights/names.py`).
         compare_tied: read a stored head too, to tell whether it equals the embedding.
 
     Returns:
@@ -118,7 +129,8 @@ def verify(
     Raises:
         UserError: a tensor is missing, has another shape, has holes or is not floating point.
     """
-    unknown = sorted(set(index.pieces) - set(expected) - ({HEAD} if tied else set()))
+    expected, embedding = facts.stored_shapes, facts.family.names.embedding
+    unknown = sorted(set(index.pieces) - set(expected) - ({HEAD} if facts.tied else set()))
     missing = sorted(set(expected) - set(index.pieces))
     if missing:
         strangers = f" It holds unknown tensors instead: {_some(unknown)}." if unknown else ""
@@ -128,9 +140,9 @@ def verify(
     warnings = list(index.notes)
     if unknown:
         warnings.append(f"tensors that the model does not use: {_some(unknown)}")
-    if tied and compare_tied and HEAD in index.pieces:
-        text = f"the model ties its head to its embedding: {EMBEDDING} is used, the stored {HEAD} "
-        if _equal_bytes(index.pieces[HEAD], index.pieces[EMBEDDING]):
+    if facts.tied and compare_tied and HEAD in index.pieces:
+        text = f"the model ties its head to its embedding: {embedding} is used, the stored {HEAD} "
+        if _equal_bytes(index.pieces[HEAD], index.pieces[embedding]):
             warnings.append(f"{text}is equal to it and is not")
         else:
             warnings.append(

@@ -37,7 +37,7 @@ def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> ShardedModel:
     facts = read_facts(plan.model)
     check_plan(plan, facts)
     index = open_model_index(plan.model, facts)
-    verify(index, facts.parameter_shapes, tied=facts.tied, compare_tied=False)
+    verify(index, facts, compare_tied=False)
     sharded = parallelize(lambda: build_on_meta(plan.model, dtype), plan, facts, mesh)
     for part in sharded.parts:
         materialise(part.model, mesh.device)
@@ -74,7 +74,9 @@ def load_weights(sharded: ShardedModel, index: WeightIndex) -> int:
     num_bytes = 0
     with torch.no_grad():
         for name, param in sharded.stored_names():
-            num_bytes += read_into(local_part(param), local_box(param), index.pieces[name], name)
+            num_bytes += read_into(local_part(param), local_box(param), index.pieces_of(name), name)
+        for name, buffer in sharded.stored_buffers():
+            num_bytes += read_into(buffer, local_box(buffer), index.pieces_of(name), name)
     return num_bytes
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.models.facts import DOWN, GATE_UP, ModelFacts
+from shardwise.models.facts import HEAD, ModelFacts
+from shardwise.models.layers import DOWN, GATE_UP
 from shardwise.weights.index import Piece, WeightIndex, open_index
 
 
@@ -28,19 +29,20 @@ class Stored:
 
 def stored_tensors(facts: ModelFacts) -> Iterator[Stored]:
     """Every tensor of the model's Hugging Face files, in the order of the parameters."""
-    for name, shape in facts.parameter_shapes.items():
-        if facts.family.experts is None or ".mlp." not in name:
+    stacked = facts.family.experts is None or facts.family.experts.stored is None
+    for name, shape in facts.stored_shapes.items():
+        if stacked or ".mlp." not in name:
             yield Stored(name=name, shape=shape, parameter=name, offset=(0,) * len(shape))
         else:
             yield from _of_experts(name, shape, facts)
 
 
 def _of_experts(name: str, shape: tuple[int, ...], facts: ModelFacts) -> Iterator[Stored]:
-    names = facts.family.experts
+    names = facts.family.experts.stored if facts.family.experts else None
     if names is None:
         return
     layer = name.split("mlp.")[0]
-    if not name.endswith((GATE_UP, DOWN)):  # the router
+    if not name.endswith((GATE_UP, DOWN)):  # the router, or an MLP
         stored = name.replace("mlp.", f"{names.block}.", 1)
         yield Stored(name=stored, shape=shape, parameter=name, offset=(0,) * len(shape))
         return
@@ -59,9 +61,7 @@ def _of_experts(name: str, shape: tuple[int, ...], facts: ModelFacts) -> Iterato
 
 def open_model_index(directory: str | Path, facts: ModelFacts) -> WeightIndex:
     """The weights of a directory under the model's own names (errors as `open_index`)."""
-    index = open_index(directory)
-    if facts.family.experts is None:
-        return index
+    index = with_prefix(open_index(directory), facts)
     pieces = dict(index.pieces)
     found: dict[str, list[Piece]] = {}
     for stored in stored_tensors(facts):
@@ -69,7 +69,48 @@ def open_model_index(directory: str | Path, facts: ModelFacts) -> WeightIndex:
             for piece in pieces.pop(stored.name):
                 found.setdefault(stored.parameter, []).append(_in_parameter(piece, stored))
     renamed = {name: tuple(found[name]) for name in found if name not in pieces}
-    return replace(index, pieces={**pieces, **renamed})
+    return join_parts(replace(index, pieces={**pieces, **renamed}), facts)
+
+
+def with_prefix(index: WeightIndex, facts: ModelFacts) -> WeightIndex:
+    """As if a body that was saved without its head had the names it has in the whole model."""
+    embedding = facts.family.names.embedding
+    prefix, _, bare = embedding.partition(".")
+    if embedding in index.pieces or bare not in index.pieces:
+        return index
+    pieces = {
+        name if name == HEAD else f"{prefix}.{name}": found for name, found in index.pieces.items()
+    }
+    return replace(index, pieces=pieces)
+
+
+def join_parts(index: WeightIndex, facts: ModelFacts, *, prefix: str = "") -> WeightIndex:
+    """Let fused matrices be found whole and in parts, however they were saved: tensor parallelism
+    takes them apart, and its checkpoints hold the parts."""
+    parts = {
+        f"{prefix}{name}": (f"{prefix}{whole}", first)
+        for name, (whole, first) in fused_parts(facts).items()
+    }
+    pieces = dict(index.pieces)
+    for name, (whole, first) in parts.items():
+        if name in pieces:
+            moved = tuple(piece.moved(first) for piece in pieces.pop(name))
+            pieces[whole] = (*pieces.get(whole, ()), *moved)
+    return replace(index, pieces=pieces, parts={**index.parts, **parts})
+
+
+def fused_parts(facts: ModelFacts) -> dict[str, tuple[str, int]]:
+    """Name of each matrix in a fused one -> the fused one, and its first row there."""
+    found = {}
+    for number, kind in enumerate(facts.layers):
+        for name, param in facts.params_of(kind).items():
+            if param.parts is None:
+                continue
+            whole, first = f"{facts.family.names.layers}.{number}.{name}", 0
+            for part, matrix in param.parts.items():
+                found[f"{whole.removesuffix('weight')}{part}.weight"] = whole, first
+                first += matrix.shape[0]
+    return found
 
 
 def _in_parameter(piece: Piece, stored: Stored) -> Piece:

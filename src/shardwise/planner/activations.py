@@ -1,0 +1,138 @@
+"""Bytes that a decoder layer keeps for its backward pass, by operation. No torch.
+
+tests/unit/test_memory.py compares them with the tensors that autograd really keeps.
+"""
+
+from __future__ import annotations
+
+from shardwise.config import Layout
+from shardwise.models.facts import ModelFacts
+from shardwise.models.layers import LayerKind
+
+FP32 = 4
+_INDEX = 8
+_SINK_PADDING = 8
+"""numbers by which a head grows where it has a sink (models/attention.py)"""
+
+
+def activation_bytes_per_token(
+    facts: ModelFacts, kind: LayerKind, layout: Layout, *, compute_bytes: int
+) -> int:
+    """Bytes that one decoder layer keeps of a token.
+
+    Each norm keeps its fp32 input and its scaled output; with sequence parallelism a rank has the
+    norms of its own tokens only.
+    """
+    c = compute_bytes
+    norms = len(facts.family.norms) * _norm(facts, facts.hidden_size, c)
+    if facts.family.norm_bias:  # torch's own, which keeps its input and two numbers
+        norms = len(facts.family.norms) * (facts.hidden_size + 2) * c
+    norms //= layout.sequence_parts
+    mlp = _experts(facts, layout, c) if kind.has_experts else _mlp(facts, layout, c)
+    return norms + _attention(facts, layout, c) + mlp
+
+
+def _norm(facts: ModelFacts, size: int, c: int) -> int:
+    return size * (FP32 + (FP32 if facts.family.fp32_norm_output else c)) + FP32
+
+
+def _attention(facts: ModelFacts, layout: Layout, c: int) -> int:
+    """The projections' inputs; queries, keys, values, the output and one fp32 number a head."""
+    tp, parts = layout.tp, min(layout.tp, facts.num_kv_heads)
+    heads, kv_heads = facts.num_heads // tp, facts.num_kv_heads // parts
+    width = _head_width(facts)
+    kept = (facts.hidden_size + 2 * (heads + kv_heads) * width) * c + heads * FP32
+    if _copies_output(facts):
+        kept += facts.attention_size // tp * c
+    if facts.family.qk_norm:
+        norm = _norm(facts, 1, c) - FP32
+        kept += (heads + kv_heads) * facts.head_dim * norm + 2 * heads * FP32
+    if facts.latent is not None:
+        latent = facts.latent
+        kept += _norm(facts, latent.kv_rank, c) + latent.kv_rank * c
+        kept += latent.rope_dim * (c if c == FP32 else 0)  # beside the latent in one tensor
+        if latent.q_rank is not None:
+            kept += _norm(facts, latent.q_rank, c) + latent.q_rank * c
+    return kept
+
+
+def _head_width(facts: ModelFacts) -> int:
+    """Numbers of a head in attention (models/attention.py)."""
+    return facts.head_dim + (_SINK_PADDING if facts.family.sinks else 0)
+
+
+def _copies_output(facts: ModelFacts) -> bool:
+    """Whether the last projection needs attention's output in another order, or narrower."""
+    return facts.family.attention in ("fused", "latent") or facts.family.sinks
+
+
+def _mlp(facts: ModelFacts, layout: Layout, c: int) -> int:
+    """The input, both halves, the activation and their product; GPT-2's activation function is
+    made of operations that keep five."""
+    widths = 5 if facts.family.mlp == "conv1d" else 4
+    return (facts.hidden_size + widths * facts.intermediate_size // layout.tp) * c
+
+
+def _experts(facts: ModelFacts, layout: Layout, c: int) -> int:
+    """Of each choice of a token (grouped products) the input, both halves, the activation, the
+    product and the output, and five numbers of indices; tokens that travel are kept once more.
+
+    The experts are taken to be used evenly: a rank's have as many tokens to work on as its part of
+    the sequence has.
+    """
+    row = facts.family.experts
+    if row is None:
+        raise ValueError(f"{facts.model_type} has no experts")
+    h, travels = facts.hidden_size, layout.ep > 1
+    sizes = (3 if travels else 2) * h + row.kept_widths * facts.expert_width
+    choice = sizes * c + (11 if travels else 5) * _INDEX
+    routed = h * c + facts.experts_per_token * choice + facts.num_experts * FP32
+    if row.corrected:  # a router in fp32
+        routed += h * (FP32 if c < FP32 else 0) + facts.num_experts
+    shared = 4 * facts.shared_width // layout.tp * c
+    if shared and layout.sequence_parallel:
+        shared += h * c  # gathered; else it is the router's input
+    return routed // layout.tp + shared
+
+
+def masked_bytes_per_token(
+    facts: ModelFacts, kind: LayerKind, layout: Layout, c: int, *, seq_len: int
+) -> int:
+    """What a sliding layer keeps on top of that, once rows are longer than its window.
+
+    Attention gets an explicit mask then: a row of it for each token, in the compute dtype; and
+    transformers repeats keys and values for each query head.
+    """
+    if kind.window is None or seq_len <= kind.window:
+        return 0
+    return (seq_len + _repeated(facts, layout)) * c
+
+
+def _repeated(facts: ModelFacts, layout: Layout) -> int:
+    """Numbers that are added to keys and values when each query head gets its own."""
+    tp, parts = layout.tp, min(layout.tp, facts.num_kv_heads)
+    return 2 * _head_width(facts) * (facts.num_heads // tp - facts.num_kv_heads // parts)
+
+
+def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int:
+    """What a layer keeps on top of that, per token of a rank, where others have the rest of the
+    sequence: the keys and values of all of it (repeated for each query head, as transformers does
+    where there is a mask), and the output's chunks."""
+    if layout.cp == 1:
+        return 0
+    others = 2 * _head_width(facts) * facts.num_heads // layout.tp * (layout.cp - 1)
+    return (others + _repeated(facts, layout) + facts.attention_size // layout.tp) * c
+
+
+def selective_bytes_per_token(facts: ModelFacts, kind: LayerKind, layout: Layout, c: int) -> int:
+    """The results of a layer's matrix products and of its attention."""
+    tp, h = layout.tp, facts.hidden_size
+    q, out = facts.q_size // tp, facts.attention_size // tp
+    kv = (facts.k_size + facts.v_size) // min(tp, facts.num_kv_heads)
+    products = q + kv + h
+    if kind.has_experts:
+        products += facts.num_experts
+        products += h + 2 * facts.shared_width // tp if facts.shared_width else 0
+    else:
+        products += h + 2 * (facts.intermediate_size // tp)
+    return (products + out) * c + facts.num_heads // tp * FP32
