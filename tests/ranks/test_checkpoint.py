@@ -25,6 +25,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 x fsdp2": {"pp": 2, "fsdp": 2, "zero": 1},
     "v": {"pp": 2, "pipeline_schedule": "zbv"},
     "cp2": {"cp": 2},
+    "ep2": {"fsdp": 2, "ep": 2},
+    "ep2 x tp2": {"tp": 2, "ep": 2, "sequence_parallel": True},
 }
 
 
@@ -72,11 +74,23 @@ def run(model: Path, layout: str, todo: range, **paths: Path) -> Any:
 
 
 def _joined(ranks: list[Any]) -> list[tuple[float, dict[str, Any]]]:
-    """Loss and parameters of each step, from all pipeline stages."""
+    """Loss and parameters of each step, from all pipeline stages; fused matrices whole."""
     return [
-        (steps[0].loss, {name: value for step in steps for name, value in step.params.items()})
+        (steps[0].loss, _whole({n: p for step in steps for n, p in step.params.items()}))
         for steps in zip(*ranks, strict=True)
     ]
+
+
+def _whole(params: dict[str, Any]) -> dict[str, Any]:
+    """Put the parts together into which tensor parallelism takes fused matrices."""
+    import torch
+
+    found: dict[str, list[Any]] = {}
+    for name, param in params.items():
+        module = name.rpartition("_proj.")[0]
+        whole = f"{module.rpartition('.')[0]}.weight" if "_proj." in module else name
+        found.setdefault(whole, []).append(param)
+    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +119,25 @@ def test_resume_on_the_same_or_another_layout(
     model: Path, tmp_path: Path, written: str, read: str
 ) -> None:
     """Steps 3 and 4 after a resume equal those of an uninterrupted run; bitwise on one layout."""
+    check_resume(model, tmp_path, written, read)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "read"),
+    [
+        ("PHI", "tp2", "tp4"),  # fused matrices: parts by other parts, whole by parts, and back
+        ("PHI", "fsdp2", "tp2"),
+        ("PHI", "both", "pp2"),
+        ("DS", "ep2", "pp2"),
+        ("DS", "ep2 x tp2", "ep2"),
+        ("OSS", "fsdp2", "ep2 x tp2"),
+    ],
+)
+def test_resume_of_other_families(tmp_path: Path, name: str, written: str, read: str) -> None:
+    check_resume(save_model(name, tmp_path / name), tmp_path, written, read)
+
+
+def check_resume(model: Path, tmp_path: Path, written: str, read: str) -> None:
     import torch
 
     whole = _joined(run(model, written, range(4)))

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.errors import UserError
 from shardwise.models.facts import read_facts
-from shardwise.weights.index import INDEX_FILE, open_index, verify
+from shardwise.weights.index import INDEX_FILE, verify
+from shardwise.weights.names import open_model_index
 from shardwise.weights.save import DTYPES, export_model
 from tests.models import save_model
 from tests.oracle import AdamW, assert_close, run_oracle
@@ -25,7 +26,7 @@ def export(
 ) -> dict[str, torch.Tensor]:
     """Export, and give back what the files hold."""
     facts = read_facts(source)
-    index = open_index(source)
+    index = open_model_index(source, facts)
     assert verify(index, facts) == ()
     num_bytes = export_model(index, facts, target, DTYPES[dtype], **options)
     tensors: dict[str, torch.Tensor] = {}
@@ -44,6 +45,11 @@ def export(
         ("Q3_321", "both", 321),
         ("G3_321", "tp2", 321),
         ("ODD", "fsdp2", 320),
+        ("PHI", "tp2", 320),
+        ("GPT2", "fsdp2", 320),
+        ("OSS", "ep2", 320),
+        ("DS", "ep2", 320),
+        ("DS", "pp2", 320),
     ],
 )
 def test_trained_under_a_layout_and_loaded_by_plain_transformers(
@@ -53,17 +59,21 @@ def test_trained_under_a_layout_and_loaded_by_plain_transformers(
     model = save_model(name, tmp_path / "model")
     run(model, layout, range(2), save=tmp_path / "step-000002")
     tensors = export(tmp_path / "step-000002" / "model", tmp_path / "out")
-    assert tensors["model.embed_tokens.weight"].shape[0] == rows
-    assert ("lm_head.weight" in tensors) == (name == "LL321")
+    facts = read_facts(model)
+    assert tensors[facts.family.names.embedding].shape[0] == rows
+    assert ("lm_head.weight" in tensors) != facts.tied
     want = run_oracle(model, BATCHES[:2], AdamW(lr=1e-3, eps=EPS), clip_norm=1.0)[-1].params
-    for key, tensor in tensors.items():
-        assert_close(key, tensor, want[key])
+    untrained = load_file(model / "model.safetensors")
+    assert set(tensors) == set(untrained)
+    for key in facts.buffer_shapes:
+        assert torch.equal(tensors[key], untrained[key])
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     logits = plain(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits
     assert logits.shape[-1] == rows
     loaded = dict(plain.named_parameters())
     assert set(loaded) == set(want)
-    assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
+    for key, param in loaded.items():
+        assert_close(key, param, want[key])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

@@ -158,6 +158,26 @@ def test_ledger_of_experts(tmp_path: Path, layout: dict[str, int], checkpointing
     check_ledger(model, layout, checkpointing=checkpointing)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "checkpointing"),
+    [
+        ("DS", {"fsdp": 2, "ep": 2}, "none"),
+        ("DS", {"tp": 2, "sequence_parallel": True, "ep": 2}, "full"),
+        ("DS", {"cp": 2}, "none"),
+        ("OSS", {"tp": 2, "sequence_parallel": True}, "full"),
+        ("PHI", {"tp": 4}, "none"),
+        ("PHI", {"fsdp": 2, "tp": 2, "sequence_parallel": True}, "full"),
+        ("GPT2", {"dp": 2, "fsdp": 2}, "full"),
+    ],
+    ids=str,
+)
+def test_ledger_of_other_families(
+    tmp_path: Path, name: str, layout: dict[str, Any], checkpointing: str
+) -> None:
+    """Layers of two kinds, shared experts, a latent, fused matrices."""
+    check_ledger(save_model(name, tmp_path / name), layout, checkpointing=checkpointing)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zbv", "dualpipev"])
 def test_ledger_of_every_schedule(tmp_path: Path, schedule: str) -> None:
     """A V-shaped schedule has both ends of the model on one rank."""

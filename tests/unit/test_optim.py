@@ -39,7 +39,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     spec = StageSpec(index=0, num_stages=1, layers=range(1), rank=0)
     part = Part(model=model, root=model, spec=spec, partial={})  # type: ignore[arg-type]
     mesh: Any = None  # of one process
-    sharded = ShardedModel(parts=(part,), mesh=mesh, tied=False, pipeline=None)
+    sharded = ShardedModel(parts=(part,), mesh=mesh, tied=False, embedding="", pipeline=None)
     optimizer = make_optimizer(sharded, Train(learning_rate=0.1, weight_decay=0.5))
     for param in model.parameters():
         param.grad = torch.zeros_like(param)

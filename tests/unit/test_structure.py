@@ -14,9 +14,9 @@ import shardwise
 SOURCE = Path(shardwise.__file__).parent
 ORDER = [  # each may import what stands before it
     ("errors", "config", "catalog", "console"),
-    ("models.families", "models.facts"),
+    ("models.families", "models.layers", "models.facts"),
     ("planner",),
-    ("models.build", "parallel", "probe"),
+    ("models.attention", "models.build", "parallel", "probe"),
     ("weights",),
     ("trainer", "server"),
     ("launch",),

@@ -20,6 +20,8 @@ class Stored:
     parameter: str
     offset: tuple[int, ...]
     """of the box in the parameter"""
+    is_buffer: bool = False
+    """whether it is not trained, and stays fp32 whatever the others become"""
 
     @property
     def box_shape(self) -> tuple[int, ...]:
@@ -32,9 +34,15 @@ def stored_tensors(facts: ModelFacts) -> Iterator[Stored]:
     stacked = facts.family.experts is None or facts.family.experts.stored is None
     for name, shape in facts.stored_shapes.items():
         if stacked or ".mlp." not in name:
-            yield Stored(name=name, shape=shape, parameter=name, offset=(0,) * len(shape))
+            yield _as_it_is(name, shape, facts)
         else:
             yield from _of_experts(name, shape, facts)
+
+
+def _as_it_is(name: str, shape: tuple[int, ...], facts: ModelFacts) -> Stored:
+    is_buffer = name in facts.buffer_shapes
+    offset = (0,) * len(shape)
+    return Stored(name=name, shape=shape, parameter=name, offset=offset, is_buffer=is_buffer)
 
 
 def _of_experts(name: str, shape: tuple[int, ...], facts: ModelFacts) -> Iterator[Stored]:
@@ -44,7 +52,7 @@ def _of_experts(name: str, shape: tuple[int, ...], facts: ModelFacts) -> Iterato
     layer = name.split("mlp.")[0]
     if not name.endswith((GATE_UP, DOWN)):  # the router, or an MLP
         stored = name.replace("mlp.", f"{names.block}.", 1)
-        yield Stored(name=stored, shape=shape, parameter=name, offset=(0,) * len(shape))
+        yield replace(_as_it_is(name, shape, facts), name=stored)
         return
     parts = (names.gate, names.up) if name.endswith(GATE_UP) else (names.down,)
     num_experts, rows, columns = shape

@@ -55,7 +55,7 @@ def export_model(
             name = _file_name(number, len(files))
             _write_file(partial / name, index, names, dtype)
             weight_map.update(dict.fromkeys((stored.name for stored in names), name))
-        written = facts.num_parameters * dtype.itemsize
+        written = sum(_num_bytes(stored, dtype) for stored in stored_tensors(facts))
         if len(files) > 1:
             content = {"metadata": {"total_size": written}, "weight_map": weight_map}
             (partial / INDEX_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
@@ -78,7 +78,7 @@ def _files(facts: ModelFacts, dtype: torch.dtype, max_file_bytes: int) -> Iterat
     tensors: list[Stored] = []
     size = 0
     for stored in stored_tensors(facts):
-        num_bytes = torch.Size(stored.shape).numel() * dtype.itemsize
+        num_bytes = _num_bytes(stored, dtype)
         if tensors and size + num_bytes > max_file_bytes:
             yield tensors
             tensors, size = [], 0
@@ -98,9 +98,9 @@ def _write_file(
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for stored in tensors:
-        begin, end = end, end + torch.Size(stored.shape).numel() * dtype.itemsize
+        begin, end = end, end + _num_bytes(stored, dtype)
         header[stored.name] = {
-            "dtype": _SAFETENSORS_NAMES[dtype],
+            "dtype": _SAFETENSORS_NAMES[_dtype(stored, dtype)],
             "shape": stored.shape,
             "data_offsets": [begin, end],
         }
@@ -109,11 +109,19 @@ def _write_file(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for stored in tensors:
-            tensor = torch.empty(stored.box_shape, dtype=dtype)
+            tensor = torch.empty(stored.box_shape, dtype=_dtype(stored, dtype))
             ends = zip(stored.offset, stored.box_shape, strict=True)
             box = tuple(slice(begin, begin + size) for begin, size in ends)
             read_into(tensor, box, index.pieces[stored.parameter], stored.name)
             file.write(tensor.view(torch.uint8).numpy().data)
+
+
+def _dtype(stored: Stored, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if stored.is_buffer else dtype
+
+
+def _num_bytes(stored: Stored, dtype: torch.dtype) -> int:
+    return torch.Size(stored.shape).numel() * _dtype(stored, dtype).itemsize
 
 
 def _set_dtype(file: Path, dtype: torch.dtype) -> None:
