@@ -278,8 +278,8 @@ CONTEXT = (
         name="keys-in-the-order-of-ranks",
         history="NVIDIA/Model-Optimizer#1804",
         file="parallel/context.py",
-        old="return torch.cat((front.flatten(0, 1), back.flip(0).flatten(0, 1))).movedim(0, 3)",
-        new="return whole.movedim(0, 3)",
+        old="return torch.cat((front.flatten(0, 1), back.flip(0).flatten(0, 1))).movedim(0, 2)",
+        new="return whole.movedim(0, 2)",
         proof=_CONTEXT,
     ),
     Fault(

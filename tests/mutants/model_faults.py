@@ -243,7 +243,7 @@ TENSOR = (
         name="head-norm-gradients-not-summed",
         history="NVIDIA-NeMo/Automodel#3822",
         file="parallel/tensor.py",
-        old='shards.partial[f"{path}.weight"] = "tp"',
+        old='shards.partial.update({f"{path}.{name}": "tp" for name in names})',
         new="pass",
         proof=parity("G3-tp=2"),
     ),
@@ -259,8 +259,9 @@ TENSOR = (
         name="column-input-gradient-summed-for-one",
         history="NVIDIA/Megatron-LM#7452",
         file="parallel/tensor.py",
-        old="for parent in {_parent(path) for path, name in rules.items() if name == COLUMN}:",
-        new="for parent in [path for path in rules if path.endswith(('q_proj', 'gate_proj'))]:",
+        old="{_reader(model, path) for path, name in rules.items() if name == COLUMN}",
+        new="[model.get_submodule(path) for path in rules if path.endswith("
+        "('q_proj', 'gate_proj'))]",
         proof=parity("LL-tp=2"),
     ),
     Fault(

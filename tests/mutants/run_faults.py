@@ -229,7 +229,7 @@ CONTINUED = (
         name="moments-not-restored",
         history="KempnerInstitute/KempnerForge#114",
         file="trainer/checkpoint.py",
-        old="read_into(local_part(state[moment]), local_box(param), index.pieces[key], key)",
+        old="read_into(local_part(state[moment]), local_box(param), index.pieces_of(key), key)",
         new="pass",
         proof=RESUME + "[fsdp2-fsdp2]",
     ),

@@ -35,6 +35,63 @@ LLAMA_3_1_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+GPT_OSS_120B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+PHI_3_MINI: dict[str, Any] = {
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "sliding_window": 2047,
+    "vocab_size": 32064,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -56,10 +113,31 @@ def test_every_family_of_the_table_is_among_the_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "count"), [(SMOLLM2, 134_515_008), (LLAMA_3_1_8B, 8_030_261_248)]
+    ("config", "count"),
+    [
+        (SMOLLM2, 134_515_008),
+        (LLAMA_3_1_8B, 8_030_261_248),
+        (DEEPSEEK_V3, 671_026_404_352),  # without the extra layer that predicts a second token
+        (GPT_OSS_120B, 116_829_156_672),
+        (PHI_3_MINI, 3_821_079_552),
+        (GPT2, 124_439_808),
+    ],
+    ids=["smollm2", "llama", "deepseek", "gpt-oss", "phi3", "gpt2"],
 )
 def test_published_parameter_counts(config: dict[str, Any], count: int) -> None:
     assert facts_of_config(config, source="test").num_parameters == count
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [(DEEPSEEK_V3, 37e9), (GPT_OSS_120B, 5.13e9)],
+    ids=["deepseek", "gpt-oss"],
+)
+def test_published_counts_of_what_a_token_meets(config: dict[str, Any], count: float) -> None:
+    """As their makers count: layers and head, without the embedding."""
+    facts = facts_of_config(config, source="test")
+    layers = sum(facts.num_active_parameters(kind) for kind in facts.layers)
+    assert layers + facts.vocab_size * facts.hidden_size == pytest.approx(count, rel=0.015)
 
 
 def test_head_dim_is_not_hidden_size_over_heads() -> None:

@@ -105,6 +105,27 @@ class ModelFacts:
         """Parameter name inside a decoder layer -> parameter."""
         return self._params[kind]
 
+    def params_on_rank(self, kind: LayerKind, *, tp: int, ep: int) -> Mapping[str, Param]:
+        """What one rank holds of a layer, before FSDP: `tp` takes fused matrices apart."""
+        key = (kind, tp, ep)
+        if key not in self._on_rank:
+            params: dict[str, Param] = {}
+            for name, param in self.params_of(kind).items():
+                if param.parts is None or tp == 1:
+                    params[name] = param
+                else:
+                    module = name.removesuffix(".weight")
+                    params |= {f"{module}.{part}.weight": p for part, p in param.parts.items()}
+            self._on_rank[key] = {
+                name: param.on_rank(tp=tp, ep=ep, num_kv_heads=self.num_kv_heads)
+                for name, param in params.items()
+            }
+        return self._on_rank[key]
+
+    @cached_property
+    def _on_rank(self) -> dict[tuple[LayerKind, int, int], Mapping[str, Param]]:
+        return {}  # found once for each size: a search asks for thousands of layouts
+
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter name -> shape; a tied head is not listed twice."""
@@ -143,18 +164,26 @@ class ModelFacts:
 
     def num_layer_parameters(self, kind: LayerKind) -> int:
         """Parameters of one decoder layer."""
-        return sum(math.prod(param.shape) for param in self.params_of(kind).values())
+        return self._counts[kind][0]
 
     def num_expert_parameters(self, kind: LayerKind) -> int:
         """Parameters of one layer's experts, those that every token goes through left out."""
-        params = self.params_of(kind).values()
-        return sum(math.prod(param.shape) for param in params if param.cut == "experts")
+        return self._counts[kind][1]
 
     def num_active_parameters(self, kind: LayerKind) -> int:
         """Parameters of one layer that a token meets."""
-        experts = self.num_expert_parameters(kind)
-        met = experts * self.experts_per_token // max(1, self.num_experts)
-        return self.num_layer_parameters(kind) - experts + met
+        everything, experts = self._counts[kind]
+        return everything - experts + experts * self.experts_per_token // max(1, self.num_experts)
+
+    @cached_property
+    def _counts(self) -> dict[LayerKind, tuple[int, int]]:
+        return {
+            kind: (
+                sum(math.prod(param.shape) for param in params.values()),
+                sum(math.prod(p.shape) for p in params.values() if p.cut == "experts"),
+            )
+            for kind, params in self._params.items()
+        }
 
     @cached_property
     def num_outer_parameters(self) -> int:

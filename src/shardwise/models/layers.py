@@ -6,8 +6,8 @@ A family names one kind of attention and one of MLP; each is a function from siz
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from shardwise.models.facts import ModelFacts
@@ -30,19 +30,19 @@ class Param:
     cut: Cut = "whole"
     parts: Mapping[str, Param] | None = None
 
-    def local_shape(self, *, tp: int, ep: int, num_kv_heads: int) -> Shape:
-        """What one rank has, before FSDP."""
+    def on_rank(self, *, tp: int, ep: int, num_kv_heads: int) -> Param:
+        """What one rank has of it, before FSDP."""
         dim, ranks = {
             "columns": (0, tp),
             "rows": (1, tp),
             "kv_heads": (0, min(tp, num_kv_heads)),
             "experts": (0, ep),
         }.get(self.cut, (0, 1))
-        return tuple(n // ranks if d == dim else n for d, n in enumerate(self.shape))
+        shape = tuple(n // ranks if d == dim else n for d, n in enumerate(self.shape))
+        return replace(self, shape=shape)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerKind:
+class LayerKind(NamedTuple):  # not a dataclass: a search counts millions of them
     """In what the layers of a model can differ."""
 
     has_experts: bool = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shardwise.config import GIB, Layout, Memory, Plan
 from shardwise.models.facts import ModelFacts
-from shardwise.models.layers import LayerKind, Param
+from shardwise.models.layers import LayerKind
 from shardwise.planner.activations import (
     FP32,
     activation_bytes_per_token,
@@ -96,7 +96,10 @@ class RankSizes:
             layers=tuple(
                 LayerSizes(
                     count=count,
-                    values=sum(math.prod(s) for s in local_shapes(facts, kind, layout).values()),
+                    values=sum(
+                        math.prod(param.shape)
+                        for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values()
+                    ),
                     experts=facts.num_expert_parameters(kind) // layout.ep if layout.ep > 1 else 0,
                 )
                 for kind, count in layer_counts(facts, stages).items()
@@ -128,26 +131,6 @@ def recomputed_layers(
         return Counter()
     every = plan.train.checkpoint_every
     return Counter(facts.layers[n] for stage in stages for n in stage.layers[::every])
-
-
-def local_shapes(facts: ModelFacts, kind: LayerKind, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """What one rank of `tp` and `ep` holds of each parameter of a layer."""
-    sizes = {"tp": layout.tp, "ep": layout.ep, "num_kv_heads": facts.num_kv_heads}
-    return {
-        name: param.local_shape(**sizes) for name, param in params_in(facts, kind, layout).items()
-    }
-
-
-def params_in(facts: ModelFacts, kind: LayerKind, layout: Layout) -> dict[str, Param]:
-    """A layer's parameters as the ranks have them: `tp` takes fused matrices apart."""
-    params: dict[str, Param] = {}
-    for name, param in facts.params_of(kind).items():
-        if param.parts is None or layout.tp == 1:
-            params[name] = param
-        else:
-            module = name.removesuffix(".weight")
-            params |= {f"{module}.{part}.weight": p for part, p in param.parts.items()}
-    return params
 
 
 def _context_masks(plan: Plan, facts: ModelFacts) -> int:

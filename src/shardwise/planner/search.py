@@ -164,7 +164,8 @@ def _illegal(plan: Plan, facts: ModelFacts, count: int) -> list[tuple[str, str]]
     found = []
     for tp in range(2, count + 1):
         if count % tp == 0:
-            layout = Layout(fsdp=count // tp, tp=tp)
+            split = facts.num_experts > 0 and plan.task == "full"  # which experts need
+            layout = Layout(fsdp=count // tp, tp=tp, sequence_parallel=split)
             reason = why_illegal(layout, facts, task=plan.task)
             if reason is not None:
                 found.append((str(layout), reason))

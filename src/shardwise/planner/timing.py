@@ -16,9 +16,7 @@ from shardwise.planner.memory import (
     LOSS_CHUNK_TOKENS,
     RankSizes,
     layer_counts,
-    local_shapes,
     local_tokens,
-    params_in,
     recomputed_layers,
     stages_of_rank,
 )
@@ -240,9 +238,8 @@ def _partial_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -
     layout = plan.layout
     whole, repeated = 0, 0
     for kind, count in layer_counts(facts, stages).items():
-        held = local_shapes(facts, kind, layout)
-        for name, param in params_in(facts, kind, layout).items():
-            share = count * _fsdp_share(held[name], layout.num_shards)
+        for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values():
+            share = count * _fsdp_share(param.shape, layout.num_shards)
             if param.cut == "kv_heads" and layout.tp > facts.num_kv_heads:
                 repeated += share
             elif _is_partial(param, layout):
