@@ -227,6 +227,9 @@ class Prediction(Config):
 
     memory: Memory
     memory_evidence: str
+    stage_bytes: list[int] | None = Field(
+        default=None, description="peak of each position on the pp axis; None: all as `memory`"
+    )
     step_s: float | None = Field(default=None, description="seconds; None: not measured here")
     step_evidence: str = "no measurement of this machine: run `shardwise probe`"
 

@@ -1,4 +1,5 @@
-"""Faults of mixtures of experts: where tokens go, what comes back, the balance loss."""
+"""Faults of mixtures of experts (where tokens go, what comes back, the balance loss), and of what
+single families have: sinks, a latent, fused matrices."""
 
 from __future__ import annotations
 
@@ -97,5 +98,48 @@ EXPERTS = (
         old="real[i, : len(tokens)] = True",
         new="real[i] = True",
         proof=_BALANCE,
+    ),
+)
+
+FAMILIES = (
+    Fault(
+        name="no-token-sees-the-sink-through-a-mask",
+        history="sgl-project/sglang#11634",
+        file="models/attention.py",
+        old="visible = True if attention_mask.dtype == torch.bool else 0.0",
+        new='visible = False if attention_mask.dtype == torch.bool else float("-inf")',
+        proof=parity("OSS-cp=2"),
+    ),
+    Fault(
+        name="sink-scaled-like-a-product",
+        history="ROCm/aiter#1633",
+        file="models/attention.py",
+        old='(s_aux / options["scaling"])',
+        new="s_aux",
+        proof=parity("OSS-fsdp=2-ep=2"),
+    ),
+    Fault(
+        name="router-correction-not-loaded",
+        history="PrimeIntellect-ai/prime-rl#2681",
+        file="weights/load.py",
+        old="num_bytes += read_into(buffer, local_box(buffer), index.pieces_of(name), name)",
+        new="buffer.zero_()",
+        proof=parity("DS-pp=2"),
+    ),
+    Fault(
+        name="values-as-wide-as-keys",
+        history="vllm-project/vllm#50060",
+        file="models/attention.py",
+        old="return output[:, added:, :, :v_dim], None",
+        new="return output[:, added:, :, -v_dim:], None",
+        proof=parity("DS-cp=2"),
+    ),
+    Fault(
+        name="every-part-of-a-fused-matrix-from-its-top",
+        history="NVIDIA/TensorRT-LLM#15475",
+        file="weights/names.py",
+        old="first += matrix.shape[0]",
+        new="first += 0",
+        proof=parity("PHI-tp=2"),
     ),
 )

@@ -6,7 +6,7 @@ To add one: a row in one of the tables below. A fault that changes no number bel
 from __future__ import annotations
 
 from tests.mutants.axis_faults import CONTEXT, KV_HEADS, PIPELINE, REPLICAS, SEQUENCE
-from tests.mutants.expert_faults import EXPERTS
+from tests.mutants.expert_faults import EXPERTS, FAMILIES
 from tests.mutants.fault import Fault
 from tests.mutants.model_faults import LOSS, TENSOR, VOCABULARY
 from tests.mutants.run_faults import CONTINUED, NORM, ROWS, STEP
@@ -20,6 +20,7 @@ FAULTS: tuple[Fault, ...] = (
     *PIPELINE,
     *CONTEXT,
     *EXPERTS,
+    *FAMILIES,
     *NORM,
     *STEP,
     *ROWS,

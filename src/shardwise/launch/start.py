@@ -21,7 +21,7 @@ from shardwise.models.facts import read_facts
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
-from shardwise.planner.memory import predict_memory
+from shardwise.planner.memory import predict_memory, stage_bytes
 from shardwise.planner.search import MEMORY_EVIDENCE
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
@@ -60,7 +60,11 @@ def check_model(plan: Plan) -> Plan:
             "devices.memory_gib."
         )
     if plan.predicted is None:
-        evidence = Prediction(memory=memory, memory_evidence=MEMORY_EVIDENCE)
+        evidence = Prediction(
+            memory=memory,
+            memory_evidence=MEMORY_EVIDENCE,
+            stage_bytes=stage_bytes(plan, facts),
+        )
         plan = plan.model_copy(update={"predicted": evidence})
     return plan
 

@@ -153,10 +153,20 @@ def local_tokens(plan: Plan) -> int:
 def predict_memory(plan: Plan, facts: ModelFacts) -> Memory:
     """The memory of a plan's worst rank at its peak."""
     if plan.task == "serve":
-        parts = _serving(plan, facts)
-    else:
-        ranks = (_training(plan, facts, rank) for rank in worst_ranks(plan, facts))
-        parts = max(ranks, key=lambda parts: sum(parts.values()))
+        return _with_reserve(plan, _serving(plan, facts))
+    ranks = (_training(plan, facts, rank) for rank in worst_ranks(plan, facts))
+    return _with_reserve(plan, max(ranks, key=lambda parts: sum(parts.values())))
+
+
+def stage_bytes(plan: Plan, facts: ModelFacts) -> list[int] | None:
+    """Peak bytes of each position on the `pp` axis; None without a pipeline."""
+    if plan.task == "serve" or plan.layout.pp == 1:
+        return None
+    ranks = range(plan.layout.pp)
+    return [_with_reserve(plan, _training(plan, facts, rank)).total for rank in ranks]
+
+
+def _with_reserve(plan: Plan, parts: dict[str, int]) -> Memory:
     where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
     tensors = sum(parts.values())
     reserve = _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardwise.config import GIB, Layout, Memory, Plan, Precision, Prediction
@@ -15,7 +15,7 @@ from shardwise.planner.layout import (
     why_too_few_rows,
 )
 from shardwise.planner.machine import Machine
-from shardwise.planner.memory import predict_memory
+from shardwise.planner.memory import predict_memory, stage_bytes
 from shardwise.planner.stages import DEFAULT_SCHEDULE, slowdown, why_not_scheduled
 from shardwise.planner.timing import step_time, traffic
 
@@ -105,11 +105,21 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
     return Answer(
         facts=facts,
         verdict=_verdict(single, one_device, chosen),
-        chosen=chosen,
+        chosen=_with_stages(chosen, facts) if chosen else None,
         single=single,
         levers=levers,
         rejected=rejected,
     )
+
+
+def _with_stages(option: Option, facts: ModelFacts) -> Option:
+    """Note what each stage of the chosen pipeline needs, which is not asked of all options."""
+    predicted = option.plan.predicted
+    if predicted is None:
+        return option
+    stages = {"stage_bytes": stage_bytes(option.plan, facts)}
+    plan = option.plan.model_copy(update={"predicted": predicted.model_copy(update=stages)})
+    return replace(option, plan=plan)
 
 
 def _verdict(single: Option, one_device: list[Option], chosen: Option | None) -> Verdict:

@@ -39,13 +39,18 @@ def compare(run: Path) -> list[Row]:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(f"{run} holds no {MEASURED_FILE}: it is not a finished run.") from None
-    measured, predicted = parse(Measured, data, source=str(file)), load_plan(run).predicted
-    planned_gib = predicted.memory.total / GIB if predicted else None
+    measured, plan = parse(Measured, data, source=str(file)), load_plan(run)
+    predicted, num_ranks = plan.predicted, len(measured.peak_bytes)
+    planned: list[float | None] = [None] * num_ranks
+    if predicted is not None:
+        stages = predicted.stage_bytes or [predicted.memory.total]
+        # the first ranks have the first stage: `pp` is the outermost axis
+        planned = [stages[rank * len(stages) // num_ranks] / GIB for rank in range(num_ranks)]
     rows = [
         Row(
             quantity=f"peak memory, rank {rank}",
             unit="GiB",
-            planned=planned_gib,
+            planned=planned[rank],
             measured=peak / GIB,
         )
         for rank, peak in enumerate(measured.peak_bytes)
