@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,7 +13,15 @@ import pytest
 
 from shardwise.models.families import FAMILIES
 from tests.models import model_config, save_model
-from tests.oracle import LOSS_RTOL, NORM_RTOL, AdamW, OracleStep, assert_close, run_oracle
+from tests.oracle import (
+    LOSS_RTOL,
+    NORM_RTOL,
+    AdamW,
+    OracleStep,
+    Row,
+    assert_close,
+    run_oracle,
+)
 from tests.ranks.layouts import FAST, SLOW, Case
 from tests.ranks.steps import RAGGED, RankStep, _micro_batches, random_rows, run_steps
 from tests.run_ranks import run_ranks
@@ -45,11 +54,12 @@ def test_layout_equals_one_process_slow(case: Case) -> None:
     check_parity(case)
 
 
-def check_parity(case: Case) -> None:
+def check_parity(case: Case, batches: Sequence[Sequence[Row]] = BATCHES) -> None:
+    """Train on the rows of `BATCHES`, marked as they may be, and compare all there is."""
     ranks = run_steps(
         saved(case.model),
         case.layout,
-        BATCHES,
+        batches,
         eps=EPS,
         weight_decay=0.1,
         clip_norm=0.5,

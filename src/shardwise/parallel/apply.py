@@ -75,7 +75,7 @@ def _part(
     if layout.tp > 1:
         partial = apply_tensor_parallel(model, mesh, facts, gather_logits=serving)
     if layout.cp > 1:
-        apply_context_parallel(model, mesh)
+        apply_context_parallel(model, mesh, packed=plan.train.packing)
     if not serving:
         apply_checkpointing(model, layers, plan.train)
         if plan.train.compile:

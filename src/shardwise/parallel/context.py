@@ -3,7 +3,8 @@
 A sequence is cut into twice as many chunks as there are ranks; rank r has chunk r and, from the
 end, its counterpart, so that under a causal mask all ranks have equally much to attend to. The
 mask is made here from the positions that the chunks really have, whatever mask the model makes
-for its part: causal, and within the sliding window of the layers that have one.
+for its part: causal, within the sliding window of the layers that have one, and where rows are
+packed within the row of the query: its position there says how far back that begins.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ _NUM_MASKS = 4
 """of two chunks, in layers with and without a window"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Context:
     """Who has which part of a sequence."""
 
     group: dist.ProcessGroup
     rank: int
     num_ranks: int
+    packed: bool
+    """whether the model is given the positions of this rank's tokens, each in its own row"""
     _masks: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    _masked: torch.Tensor | None = field(default=None, repr=False)
+    """the positions that the masks are of"""
 
     def starts(self, chunk: int) -> tuple[int, int]:
         """First position of each of this rank's two chunks of so many tokens."""
@@ -46,26 +51,44 @@ class Context:
         return torch.cat([steps + start for start in self.starts(chunk)])
 
     def mask(
-        self, before: int, chunk: int, window: int | None, query: torch.Tensor
+        self,
+        before: int,
+        part: slice,
+        window: int | None,
+        query: torch.Tensor,
+        positions: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """What a chunk of queries may see of `before` earlier keys and of its own: 0, else -inf.
 
+        Args:
+            part: the chunk, as columns of this rank's part of the sequence.
+            positions: [rows, tokens of this rank], each in its own row of those that are packed;
+                None if a sequence is one row.
+
         Returns:
-            [1, 1, chunk, before + chunk] in the dtype of the queries, one tensor for all layers
-            (from a boolean one, attention would make and keep its own in each); None where plain
-            causal attention says the same.
+            [rows or 1, 1, chunk, before + chunk] in the dtype of the queries, one tensor for all
+            layers (from a boolean one, attention would make and keep its own in each); None where
+            plain causal attention says the same.
         """
-        if before == 0 and (window is None or window >= chunk):
+        chunk = part.stop - part.start
+        if positions is None and before == 0 and (window is None or window >= chunk):
             return None
-        key = (before, chunk, window, query.dtype)
+        key = (before, chunk, window, query.dtype, None if positions is None else part.start)
+        # of rows of another length, or other rows packed
+        if positions is not self._masked or (
+            key not in self._masks and len(self._masks) == _NUM_MASKS
+        ):
+            self._masks.clear()
+            self._masked = positions
         if key not in self._masks:
-            if len(self._masks) >= _NUM_MASKS:  # of rows of another length
-                self._masks.clear()
             steps = torch.arange(before + chunk, device=query.device) - before
-            ahead = steps[None] - torch.arange(chunk, device=query.device)[:, None]  # of a query
+            ahead = steps - torch.arange(chunk, device=query.device)[:, None]  # of a query
             hidden = (ahead > 0) if window is None else (ahead > 0) | (ahead <= -window)
-            mask = torch.zeros(ahead.shape, dtype=query.dtype, device=query.device)
-            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[None, None]
+            hidden = hidden[None]
+            if positions is not None:
+                hidden = hidden | (ahead < -positions[:, part, None])
+            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[:, None]
         return self._masks[key]
 
 
@@ -83,13 +106,21 @@ def own_columns(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
     return take
 
 
-def apply_context_parallel(model: PreTrainedModel, mesh: Mesh) -> None:
-    """Let a model's attention see the whole sequence, and its rotary embedding the positions."""
-    context = Context(group=mesh.group("cp"), rank=mesh.rank("cp"), num_ranks=mesh.layout.cp)
+def apply_context_parallel(model: PreTrainedModel, mesh: Mesh, *, packed: bool) -> None:
+    """Let a model's attention see the whole sequence, and its rotary embedding the positions.
+
+    Args:
+        packed: whether sequences hold several rows, and the model is given their positions.
+    """
+    context = Context(
+        group=mesh.group("cp"), rank=mesh.rank("cp"), num_ranks=mesh.layout.cp, packed=packed
+    )
     model.set_attn_implementation(ATTENTION)
     for module in model.modules():
         if hasattr(module, "num_key_value_groups"):
             module.shardwise_context = context
+    if packed:
+        return
 
     def true_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0]
@@ -109,6 +140,7 @@ def _context_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     sliding_window: int | None = None,
+    position_ids: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of this rank's queries [rows, heads, tokens, head_dim] to all keys before them."""
@@ -116,15 +148,17 @@ def _context_attention(
     keys, values = _GatherSequence.apply(torch.stack((key, value)), context)
     chunk = query.shape[2] // 2
     outputs = []
-    for start, queries in zip(context.starts(chunk), query.split(chunk, dim=2), strict=True):
-        end = start + chunk
+    for number, start in enumerate(context.starts(chunk)):
+        part, end = slice(number * chunk, (number + 1) * chunk), start + chunk
         begin = 0 if sliding_window is None else max(0, start - sliding_window + 1)
         output, _ = sdpa_attention_forward(
             module,
-            queries,
+            query[:, :, part],
             keys[:, :, begin:end],
             values[:, :, begin:end],
-            context.mask(start - begin, chunk, sliding_window, query),
+            context.mask(
+                start - begin, part, sliding_window, query, position_ids if context.packed else None
+            ),
             **options,
         )
         outputs.append(output)
