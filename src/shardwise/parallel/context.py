@@ -3,14 +3,18 @@
 A sequence is cut into twice as many chunks as there are ranks; rank r has chunk r and, from the
 end, its counterpart, so that under a causal mask all ranks have equally much to attend to. The
 mask is made here from the positions that the chunks really have, whatever mask the model makes
-for its part: causal, within the sliding window of the layers that have one, and where rows are
-packed within the row of the query: its position there says how far back that begins.
+for its part: causal, and within the sliding window of the layers that have one.
+
+Where several rows are packed into a sequence, each attends to itself alone, one after the other:
+what others have is not masked but never touched, which is less work the shorter the rows are. The
+same code does that on one rank, which has the whole sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,74 +25,112 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from shardwise.parallel.mesh import Mesh
 
-ATTENTION = "shardwise_context"
-"""name of this attention among transformers' own"""
+ATTENTION, PACKED_ATTENTION = "shardwise_context", "shardwise_packed"
+"""names of this attention among transformers' own: of a row a sequence, and of several"""
 _NUM_MASKS = 4
 """of two chunks, in layers with and without a window"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Queries next to each other, of one row, that this rank has."""
+
+    sequences: slice
+    """which of the micro-batch they are of"""
+    columns: slice
+    """of this rank's part of the sequence"""
+    start: int
+    """column of the first of them in the whole sequence"""
+    row: int
+    """column in the whole sequence where their row begins"""
+
+
 @dataclass(kw_only=True)
 class Context:
-    """Who has which part of a sequence."""
+    """Who has which part of a sequence, and what its queries may see."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+    """None: this rank has all of it"""
     rank: int
     num_ranks: int
     packed: bool
-    """whether the model is given the positions of this rank's tokens, each in its own row"""
+    """whether sequences hold several rows, and the model is given the positions in them"""
     _masks: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False)
-    _masked: torch.Tensor | None = field(default=None, repr=False)
-    """the positions that the masks are of"""
+    _of: torch.Tensor | None = field(default=None, repr=False)
+    """the positions of which the pieces are, and the masks"""
+    _pieces: list[Piece] = field(default_factory=list, repr=False)
 
-    def starts(self, chunk: int) -> tuple[int, int]:
-        """First position of each of this rank's two chunks of so many tokens."""
-        return self.rank * chunk, (2 * self.num_ranks - 1 - self.rank) * chunk
-
-    def positions(self, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """Positions [tokens] in the whole sequence of this rank's part of it."""
+    def starts(self, num_tokens: int) -> list[int]:
+        """First column, in the whole sequence, of each chunk of a part of so many tokens."""
+        if self.num_ranks == 1:
+            return [0]
         chunk = num_tokens // 2
-        steps = torch.arange(chunk, device=device)
-        return torch.cat([steps + start for start in self.starts(chunk)])
+        return [self.rank * chunk, (2 * self.num_ranks - 1 - self.rank) * chunk]
 
-    def mask(
-        self,
-        before: int,
-        part: slice,
-        window: int | None,
-        query: torch.Tensor,
-        positions: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """What a chunk of queries may see of `before` earlier keys and of its own: 0, else -inf.
+    def columns(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """Columns [tokens] in the whole sequence of this rank's part of it."""
+        starts = self.starts(num_tokens)
+        steps = torch.arange(num_tokens // len(starts), device=device)
+        return torch.cat([steps + start for start in starts])
+
+    def pieces(self, num_tokens: int, positions: torch.Tensor | None) -> list[Piece]:
+        """What the queries of this rank's part of a sequence are cut into, in their order.
 
         Args:
-            part: the chunk, as columns of this rank's part of the sequence.
-            positions: [rows, tokens of this rank], each in its own row of those that are packed;
-                None if a sequence is one row.
+            positions: [sequences, tokens], each in its own row, where rows are packed. All layers
+                get the same tensor, and its pieces are found once.
+        """
+        starts = self.starts(num_tokens)
+        chunk = num_tokens // len(starts)
+        if not self.packed or positions is None:
+            return [
+                Piece(
+                    sequences=slice(None),
+                    columns=slice(i * chunk, (i + 1) * chunk),
+                    start=start,
+                    row=0,
+                )
+                for i, start in enumerate(starts)
+            ]
+        if positions is not self._of:
+            self._of, self._pieces = positions, []
+            self._masks.clear()
+            for number, row in enumerate(positions.tolist()):
+                for i, start in enumerate(starts):
+                    first, last = i * chunk, (i + 1) * chunk
+                    begins = [first, *(c for c in range(first + 1, last) if row[c] == 0), last]
+                    self._pieces += [
+                        Piece(
+                            sequences=slice(number, number + 1),
+                            columns=slice(begin, end),
+                            start=start + begin - first,
+                            row=start + begin - first - row[begin],
+                        )
+                        for begin, end in pairwise(begins)
+                    ]
+        return self._pieces
+
+    def mask(
+        self, before: int, chunk: int, window: int | None, query: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What queries may see of `before` earlier keys and of their own `chunk`: 0, else -inf.
 
         Returns:
-            [rows or 1, 1, chunk, before + chunk] in the dtype of the queries, one tensor for all
-            layers (from a boolean one, attention would make and keep its own in each); None where
-            plain causal attention says the same.
+            [1, 1, chunk, before + chunk] in the dtype of the queries, one tensor for all layers
+            (from a boolean one, attention would make and keep its own in each); None where plain
+            causal attention says the same.
         """
-        chunk = part.stop - part.start
-        if positions is None and before == 0 and (window is None or window >= chunk):
+        if before == 0 and (window is None or window >= chunk):
             return None
-        key = (before, chunk, window, query.dtype, None if positions is None else part.start)
-        # of rows of another length, or other rows packed
-        if positions is not self._masked or (
-            key not in self._masks and len(self._masks) == _NUM_MASKS
-        ):
-            self._masks.clear()
-            self._masked = positions
+        key = (before, chunk, window, query.dtype)
         if key not in self._masks:
+            if len(self._masks) >= _NUM_MASKS and not self.packed:  # of rows of another length
+                self._masks.clear()
             steps = torch.arange(before + chunk, device=query.device) - before
-            ahead = steps - torch.arange(chunk, device=query.device)[:, None]  # of a query
+            ahead = steps[None] - torch.arange(chunk, device=query.device)[:, None]  # of a query
             hidden = (ahead > 0) if window is None else (ahead > 0) | (ahead <= -window)
-            hidden = hidden[None]
-            if positions is not None:
-                hidden = hidden | (ahead < -positions[:, part, None])
-            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[:, None]
+            mask = torch.zeros(ahead.shape, dtype=query.dtype, device=query.device)
+            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[None, None]
         return self._masks[key]
 
 
@@ -106,16 +148,21 @@ def own_columns(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
     return take
 
 
-def apply_context_parallel(model: PreTrainedModel, mesh: Mesh, *, packed: bool) -> None:
-    """Let a model's attention see the whole sequence, and its rotary embedding the positions.
+def apply_context(model: PreTrainedModel, mesh: Mesh, *, packed: bool) -> None:
+    """Let a model's attention see all of a row and nothing else, and its rotary embedding the
+    true positions.
 
     Args:
-        packed: whether sequences hold several rows, and the model is given their positions.
+        packed: whether sequences hold several rows, and the model is given the positions in them.
     """
+    num_ranks = mesh.layout.cp
     context = Context(
-        group=mesh.group("cp"), rank=mesh.rank("cp"), num_ranks=mesh.layout.cp, packed=packed
+        group=mesh.group("cp") if num_ranks > 1 else None,
+        rank=mesh.rank("cp") if num_ranks > 1 else 0,
+        num_ranks=num_ranks,
+        packed=packed,
     )
-    model.set_attn_implementation(ATTENTION)
+    model.set_attn_implementation(PACKED_ATTENTION if packed else ATTENTION)
     for module in model.modules():
         if hasattr(module, "num_key_value_groups"):
             module.shardwise_context = context
@@ -125,7 +172,7 @@ def apply_context_parallel(model: PreTrainedModel, mesh: Mesh, *, packed: bool) 
     def true_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0]
         given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        positions = context.positions(given.shape[-1], hidden.device)[None]
+        positions = context.columns(given.shape[-1], hidden.device)[None]
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": positions}
         return (hidden, positions, *args[2:]), kwargs
@@ -143,26 +190,29 @@ def _context_attention(
     position_ids: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of this rank's queries [rows, heads, tokens, head_dim] to all keys before them."""
+    """Attention of this rank's queries [sequences, heads, tokens, head_dim] to all keys before
+    them in their row."""
     context: Context = module.shardwise_context
-    keys, values = _GatherSequence.apply(torch.stack((key, value)), context)
-    chunk = query.shape[2] // 2
+    if context.group is not None:
+        key, value = _GatherSequence.apply(torch.stack((key, value)), context)
     outputs = []
-    for number, start in enumerate(context.starts(chunk)):
-        part, end = slice(number * chunk, (number + 1) * chunk), start + chunk
-        begin = 0 if sliding_window is None else max(0, start - sliding_window + 1)
+    for piece in context.pieces(query.shape[2], position_ids):
+        queries = query[piece.sequences, :, piece.columns]
+        end = piece.start + queries.shape[2]
+        begin = piece.row
+        if sliding_window is not None:
+            begin = max(begin, piece.start - sliding_window + 1)
         output, _ = sdpa_attention_forward(
             module,
-            query[:, :, part],
-            keys[:, :, begin:end],
-            values[:, :, begin:end],
-            context.mask(
-                start - begin, part, sliding_window, query, position_ids if context.packed else None
-            ),
+            queries,
+            key[piece.sequences, :, begin:end],
+            value[piece.sequences, :, begin:end],
+            context.mask(piece.start - begin, end - piece.start, sliding_window, query),
             **options,
         )
         outputs.append(output)
-    return torch.cat(outputs, dim=1), None
+    joined = torch.cat(outputs, dim=1)
+    return joined.view(len(query), -1, *joined.shape[2:]), None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -191,3 +241,5 @@ class _GatherSequence(torch.autograd.Function):
 
 
 AttentionInterface.register(ATTENTION, _context_attention)
+# how rows are packed is new in each step: a compiled layer calls this as it is
+AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(_context_attention))

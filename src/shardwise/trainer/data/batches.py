@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwise.trainer.data.store import Bools, Ints, Rows
+from shardwise.trainer.data.store import Rows
 from shardwise.trainer.loss import IGNORE, shift_labels
 
 
@@ -21,17 +21,8 @@ class Batch(NamedTuple):
     real: torch.Tensor
     """whether it is a token of a row, and not padding"""
     positions: torch.Tensor | None = None
-    """where rows are packed: of each token in its own row, 0 for padding, so that each row, and
-    each token of padding, is a document of its own; None: each token's column"""
-
-
-class _Padded(NamedTuple):
-    """A micro-batch with whole sequences; all are [rows, tokens]."""
-
-    ids: torch.Tensor
-    labels: torch.Tensor
-    real: torch.Tensor
-    positions: torch.Tensor
+    """where rows are packed: of each token in its own row, of which the padding is one more; None:
+    each token's column"""
 
 
 Columns = Callable[[torch.Tensor], torch.Tensor]
@@ -74,41 +65,34 @@ def micro_batches(
     num_batches = max(least, -(-len(sequences) // (num_data_ranks * micro_batch)))
     mine = list(sequences[data_rank::num_data_ranks])
     chunks = [mine[i * micro_batch : (i + 1) * micro_batch] for i in range(num_batches)]
-    padded = [_pad([[rows[n] for n in numbers] for numbers in chunk], multiple) for chunk in chunks]
+    shapes = [_shape(rows, chunk, multiple) for chunk in chunks]
     if same_shape:
-        padded = _same_shape(padded)
+        shapes = [tuple(map(max, zip(*shapes, strict=True)))] * len(shapes)
     batches = []
-    for ids, labels, real, positions in padded:
+    for chunk, shape in zip(chunks, shapes, strict=True):
+        ids, labels, real, positions = _pad(rows, chunk, shape)
         parts = (ids, shift_labels(labels), real, *([positions] if packing else []))
         batches.append(Batch(*(columns(part).to(device) for part in parts)))
     return batches
 
 
-def _same_shape(batches: Sequence[_Padded]) -> list[_Padded]:
-    """Pad micro-batches to the most sequences and the longest one, with what trains nothing."""
-    rows = max(len(batch.ids) for batch in batches)
-    length = max(batch.ids.shape[1] for batch in batches)
-
-    def pad(tensor: torch.Tensor, value: int) -> torch.Tensor:
-        missing = (0, length - tensor.shape[1], 0, rows - len(tensor))
-        return torch.nn.functional.pad(tensor, missing, value=value)
-
-    return [
-        _Padded(pad(b.ids, 0), pad(b.labels, IGNORE), pad(b.real, False), pad(b.positions, 0))
-        for b in batches
-    ]
+def _shape(rows: Rows, sequences: Sequence[Sequence[int]], multiple: int) -> tuple[int, ...]:
+    """Sequences and tokens of a micro-batch, at least one of two tokens."""
+    longest = max((sum(len(rows[n][0]) for n in numbers) for numbers in sequences), default=2)
+    return max(len(sequences), 1), -(-longest // multiple) * multiple
 
 
-def _pad(sequences: Sequence[Sequence[tuple[Ints, Bools]]], multiple: int) -> _Padded:
-    longest = max((sum(len(ids) for ids, _ in rows) for rows in sequences), default=2)
-    length = -(-longest // multiple) * multiple
-    ids = torch.zeros(max(len(sequences), 1), length, dtype=torch.long)
+def _pad(
+    rows: Rows, sequences: Sequence[Sequence[int]], shape: tuple[int, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Ids, labels, what is real, and positions of a micro-batch, with what trains nothing."""
+    ids = torch.zeros(shape, dtype=torch.long)
     labels = torch.full_like(ids, IGNORE)
     real = torch.zeros_like(ids, dtype=torch.bool)
     positions = torch.zeros_like(ids)
-    for i, rows in enumerate(sequences):
+    for i, numbers in enumerate(sequences):
         begin = 0
-        for row_ids, trained in rows:
+        for row_ids, trained in (rows[number] for number in numbers):
             tokens = torch.from_numpy(row_ids.astype(np.int64))
             span = slice(begin, begin + len(tokens))
             ids[i, span] = tokens
@@ -117,7 +101,9 @@ def _pad(sequences: Sequence[Sequence[tuple[Ints, Bools]]], multiple: int) -> _P
             real[i, span] = True
             positions[i, span] = torch.arange(len(tokens))
             begin = span.stop
-    return _Padded(ids, labels, real, positions)
+        positions[i, begin:] = torch.arange(shape[1] - begin)
+    positions[len(sequences) :] = torch.arange(shape[1])
+    return ids, labels, real, positions
 
 
 def num_targets(batches: Sequence[Batch]) -> int:
