@@ -161,35 +161,51 @@ def activation_bytes_per_token(
     return norms + linears + attention + qk_norms + mlp
 
 
-def masked_bytes_per_token(facts: ModelFacts, *, tp: int, compute_bytes: int, seq_len: int) -> int:
+def masked_bytes_per_token(
+    facts: ModelFacts, *, tp: int, compute_bytes: int, seq_len: int, packed: bool = False
+) -> int:
     """What a sliding layer keeps on top of that, once rows are longer than its window.
 
-    Attention gets an explicit mask then: a row of it for each token, in the compute dtype, and a
-    second copy of its output in the order that the next projection needs.
+    Attention gets an explicit mask then: a row of it for each token, in the compute dtype (packed
+    rows have one for all layers, see `_masks`), and keys and values repeated for each query head.
     """
     if facts.sliding_window is None or seq_len <= facts.sliding_window:
         return 0
-    return (seq_len + facts.q_size // tp) * compute_bytes
+    parts = min(tp, facts.num_kv_heads)
+    repeated = 2 * (facts.q_size // tp - facts.kv_size // parts)
+    if facts.num_kv_heads == parts:
+        repeated = 0  # one head is repeated without a copy
+    return ((0 if packed else seq_len) + repeated) * compute_bytes
 
 
-def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int:
+def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int, *, packed: bool) -> int:
     """What a layer keeps on top of that, per token of a rank, where others have the rest of the
     sequence: the keys and values of all of it (repeated for each query head, as transformers does
-    where there is a mask), and the output's chunks."""
-    if layout.cp == 1:
-        return 0
+    where there is a mask), and the output's chunks. Packed rows have such chunks on one rank too.
+    """
     q, kv = facts.q_size // layout.tp, facts.kv_size // min(layout.tp, facts.num_kv_heads)
+    if layout.cp == 1:
+        return q * c if packed else 0
     return (2 * (q * layout.cp - kv) + q) * c
 
 
-def _context_masks(plan: Plan, facts: ModelFacts) -> int:
-    """Masks of a rank's two chunks, for all layers alike; again for those with a window."""
-    layout = plan.layout
-    if layout.cp == 1:
+def _masks(plan: Plan, facts: ModelFacts, passes: int) -> int:
+    """Masks of a rank's two chunks, for all layers alike; again for those with a window.
+
+    Packed rows have masks where they are longer than a window or cut between ranks, others in each
+    sequence: at most as large as that of one row that fills it.
+    """
+    layout, train, window = plan.layout, plan.train, facts.sliding_window
+    if layout.cp > 1:
+        chunk = train.seq_len / (2 * layout.cp)
+        one = chunk * chunk * (2 * layout.cp + 1)
+        one *= 2 if 0 < facts.num_sliding_layers < facts.num_layers else 1
+    elif train.packing and window is not None and train.seq_len > window:
+        one = float(train.seq_len**2)
+    else:
         return 0
-    chunk = plan.train.seq_len / (2 * layout.cp)
-    one = chunk * chunk * (2 * layout.cp + 1) * plan.precision.compute_bytes
-    return int(one * (2 if 0 < facts.num_sliding_layers < facts.num_layers else 1))
+    num = train.micro_batch * passes if train.packing else 1
+    return int(one * plan.precision.compute_bytes * num)
 
 
 def local_tokens(plan: Plan) -> int:
@@ -246,7 +262,7 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
             "gradients": gradients,
             "activations": _activations(plan, facts, passes, stages),
             "logits": _logits(plan, facts, tokens) if sizes.head else 0,
-            "buffers": gathered + 2 * sizes.layer * c + received + _context_masks(plan, facts),
+            "buffers": gathered + 2 * sizes.layer * c + received + _masks(plan, facts, passes),
         }
         for passes, gradients in moments
         if passes
@@ -277,7 +293,9 @@ def _kept(plan: Plan, facts: ModelFacts) -> int:
         sequence_parallel=layout.sequence_parallel,
         ep=layout.ep,
     )
-    per_token += context_bytes_per_token(facts, layout, plan.precision.compute_bytes)
+    per_token += context_bytes_per_token(
+        facts, layout, plan.precision.compute_bytes, packed=plan.train.packing
+    )
     return per_token * local_tokens(plan)
 
 
@@ -287,7 +305,7 @@ def _activations(plan: Plan, facts: ModelFacts, passes: int, stages: Sequence[St
     tokens = local_tokens(plan)
     kept = _kept(plan, facts)
     masked = tokens * masked_bytes_per_token(
-        facts, tp=layout.tp, compute_bytes=c, seq_len=train.seq_len
+        facts, tp=layout.tp, compute_bytes=c, seq_len=train.seq_len, packed=train.packing
     )
     outside = tokens // layout.sequence_parts  # of the sequence, between the split regions
     inputs = facts.hidden_size * c * outside
