@@ -9,6 +9,7 @@ from tests.mutants.axis_faults import CONTEXT, KV_HEADS, PIPELINE, REPLICAS, SEQ
 from tests.mutants.expert_faults import EXPERTS
 from tests.mutants.fault import Fault
 from tests.mutants.model_faults import LOSS, TENSOR, VOCABULARY
+from tests.mutants.packing_faults import PACKING
 from tests.mutants.run_faults import CONTINUED, NORM, ROWS, STEP
 
 FAULTS: tuple[Fault, ...] = (
@@ -20,6 +21,7 @@ FAULTS: tuple[Fault, ...] = (
     *PIPELINE,
     *CONTEXT,
     *EXPERTS,
+    *PACKING,
     *NORM,
     *STEP,
     *ROWS,
