@@ -1,4 +1,4 @@
-"""Faults of packed rows: rows that see each other, lost positions, first tokens that are trained."""
+"""Faults of packed rows: rows that see each other, lost positions, trained first tokens."""
 
 from __future__ import annotations
 
