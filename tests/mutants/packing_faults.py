@@ -18,7 +18,7 @@ PACKING = (
         name="packed-rows-see-each-other",
         history="huggingface/transformers#46634",
         file="parallel/context.py",
-        old="row=start + begin - first - row[begin],",
+        old="row=column - positions[begin],",
         new="row=0,",
         proof=_ALONE + "[LL-{'fsdp': 1}]",
     ),
@@ -26,16 +26,16 @@ PACKING = (
         name="packed-rows-see-each-other-under-cp",
         history="axolotl-ai-cloud/axolotl#3608",
         file="parallel/context.py",
-        old="row=start + begin - first - row[begin],",
-        new="row=start + begin - first - row[begin] if self.num_ranks == 1 else 0,",
+        old="row=column - positions[begin],",
+        new="row=column - positions[begin] if column == begin else 0,",
         proof=_ALONE + "[G3-{'cp': 2}]",
     ),
     Fault(
         name="packed-row-forgets-what-others-have",
         history="huggingface/trl#6843",
         file="parallel/context.py",
-        old="row=start + begin - first - row[begin],",
-        new="row=start + begin - first,",
+        old="row=column - positions[begin],",
+        new="row=column,",
         proof=_packed("G3-cp=2"),
     ),
     Fault(
@@ -67,8 +67,8 @@ PACKING = (
         history="KempnerInstitute/KempnerForge#204",
         file="parallel/pipeline.py",
         old='options = {"position_ids": position_ids,',
-        new="if self._received is not None:\n"
-        "            position_ids = None\n"
+        new="if self._received is not None and position_ids is not None:\n"
+        "            position_ids = torch.arange(position_ids.shape[1]).expand_as(position_ids)\n"
         '        options = {"position_ids": position_ids,',
         proof=_packed("Q3-pp=2"),
     ),
@@ -77,7 +77,8 @@ PACKING = (
         history="KempnerInstitute/KempnerForge#204",
         file="parallel/pipeline.py",
         old="hidden = module(hidden, batch_positions)",
-        new="hidden = module(hidden)",
+        new="whole = torch.arange(batch_ids.shape[1]).expand_as(batch_ids)\n"
+        "                hidden = module(hidden, whole)",
         proof=_TESTS + "test_evaluation_of_packed_rows[{'pp': 2}]",
     ),
     Fault(

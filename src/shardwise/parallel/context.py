@@ -12,7 +12,7 @@ same code does that on one rank, which has the whole sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -82,32 +82,16 @@ class Context:
         """
         starts = self.starts(num_tokens)
         chunk = num_tokens // len(starts)
+        chunks = [(slice(i * chunk, (i + 1) * chunk), start) for i, start in enumerate(starts)]
         if not self.packed or positions is None:
-            return [
-                Piece(
-                    sequences=slice(None),
-                    columns=slice(i * chunk, (i + 1) * chunk),
-                    start=start,
-                    row=0,
-                )
-                for i, start in enumerate(starts)
-            ]
+            every = slice(None)
+            return [Piece(sequences=every, columns=c, start=start, row=0) for c, start in chunks]
         if positions is not self._of:
-            self._of, self._pieces = positions, []
             self._masks.clear()
+            self._of, self._pieces = positions, []
             for number, row in enumerate(positions.tolist()):
-                for i, start in enumerate(starts):
-                    first, last = i * chunk, (i + 1) * chunk
-                    begins = [first, *(c for c in range(first + 1, last) if row[c] == 0), last]
-                    self._pieces += [
-                        Piece(
-                            sequences=slice(number, number + 1),
-                            columns=slice(begin, end),
-                            start=start + begin - first,
-                            row=start + begin - first - row[begin],
-                        )
-                        for begin, end in pairwise(begins)
-                    ]
+                for columns, start in chunks:
+                    self._pieces += _cut(number, row, columns, start)
         return self._pieces
 
     def mask(
@@ -132,6 +116,25 @@ class Context:
             mask = torch.zeros(ahead.shape, dtype=query.dtype, device=query.device)
             self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[None, None]
         return self._masks[key]
+
+
+def _cut(number: int, positions: Sequence[int], chunk: slice, start: int) -> Iterator[Piece]:
+    """The rows of a chunk of a sequence.
+
+    Args:
+        number: of the sequence.
+        positions: of the tokens of this rank's part of it, each in its own row.
+        start: column of the chunk in the whole sequence.
+    """
+    begins = [c for c in range(chunk.start + 1, chunk.stop) if positions[c] == 0]
+    for begin, end in pairwise([chunk.start, *begins, chunk.stop]):
+        column = start + begin - chunk.start
+        yield Piece(
+            sequences=slice(number, number + 1),
+            columns=slice(begin, end),
+            start=column,
+            row=column - positions[begin],
+        )
 
 
 def own_columns(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
