@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.trainer.data.order import Order, pack
 from tests.models import save_model
 from tests.oracle import LOSS_RTOL, NORM_RTOL, AdamW, Row, assert_close, run_oracle
 from tests.ranks.layouts import PACKED_FAST, PACKED_SLOW, Case
-from tests.ranks.steps import _micro_batches
+from tests.ranks.steps import RAGGED, _micro_batches, random_rows, run_steps
 from tests.ranks.test_loop import ROWS as RUN_ROWS
 from tests.ranks.test_loop import prepare, saved_weights
 from tests.ranks.test_parity import BATCHES, check_evaluation, check_parity, saved
@@ -37,6 +38,34 @@ def test_packed_rows_equal_rows_alone_slow(case: Case) -> None:
 
 def check_packed(case: Case) -> None:
     check_parity(Case(model=case.model, layout=case.layout, train={**PACKED, **case.train}), ROWS)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_run_out_of_sequences_together(num_ranks: int) -> None:
+    """Five sequences: no rank waits for another one, and every row counts once (bug bank 20)."""
+    batch = random_rows((*RAGGED, 50))
+    assert len(pack([len(ids) for ids, _ in batch], range(9), 80)) == 5
+    want = run_oracle(saved("LL"), [batch], AdamW(lr=1e-3))[0]
+    ranks = run_steps(saved("LL"), {"fsdp": num_ranks}, [batch], micro_batch=1, **PACKED)
+    for (got,) in ranks:
+        assert got.num_tokens == sum(RAGGED) + 50
+        assert got.loss == pytest.approx(want.loss, rel=LOSS_RTOL)
+    for key, grad in want.grads.items():
+        assert_close(key, ranks[0][0].grads[key], grad)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_compiled_layers_train_packed_rows_the_same() -> None:
+    """Attention, whose pieces are other ones each time, is left as it is."""
+    batch = random_rows((31, 20, 9, 31, 14, 31, 31, 5))
+    want = run_oracle(saved("LL"), [batch, batch[::-1]], AdamW(lr=1e-3, eps=1e-3))
+    settings = {**PACKED, "micro_batch": 4, "compile": True, "eps": 1e-3}
+    (got,) = run_steps(saved("LL"), {"fsdp": 1}, [batch, batch[::-1]], timeout_s=450, **settings)
+    for step, expected in zip(got, want, strict=True):
+        assert step.loss == pytest.approx(expected.loss, rel=LOSS_RTOL)
+        for name, grad, _ in step.named:
+            assert_close(name, grad, expected.grads[name])
 
 
 @pytest.mark.parametrize("layout", [{"fsdp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
@@ -134,8 +163,6 @@ def packed_plan(model: str, layout: dict[str, int]) -> Any:
 def test_a_run_of_packed_rows_goes_on_where_it_was(tmp_path: Path, layout: dict[str, int]) -> None:
     """Each row once an epoch, though ranks have unequally many sequences (bug bank 20); resumed
     within an epoch and at its end, the same steps follow (43)."""
-    from shardwise.trainer.data.order import Order
-
     model, run = save_model("LL", tmp_path / "LL"), tmp_path / "run"
     run.mkdir()
     prepare(model, run)
