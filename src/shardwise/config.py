@@ -148,6 +148,11 @@ class Train(Config):
     seq_len: int = Field(
         default=512, ge=2, description="longest row in tokens; longer ones are cut"
     )
+    packing: bool = Field(
+        default=False,
+        description="several whole rows in each sequence of seq_len tokens, none seeing another; "
+        "global_batch and micro_batch count sequences then",
+    )
     global_batch: int = Field(default=8, ge=1, description="rows of one optimizer step, all ranks")
     micro_batch: int = Field(default=1, ge=1, description="rows of one forward pass on one rank")
     epochs: int = Field(default=1, ge=1)

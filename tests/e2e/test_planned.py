@@ -46,6 +46,27 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def short_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of 45 to 130 tokens."""
+    file = tmp_path_factory.mktemp("planned") / "short.jsonl"
+    lines = [
+        [{"role": "user", "content": "go"}, {"role": "assistant", "content": "on and " * num}]
+        for num in (1, 3, 6, 9, 13) * 12
+    ]
+    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in lines))
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+def test_peak_memory_of_packed_rows_is_as_planned(
+    model: Path, short_rows: Path, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """The plan is one for rows that fill a sequence, which several do about as well."""
+    check_peaks(model, short_rows, tmp_path, layout, ["train.packing=true", "train.global_batch=8"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),

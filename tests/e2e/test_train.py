@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -316,3 +317,29 @@ def test_rows_that_do_not_divide_over_the_ranks(tmp_path: Path, ll: Path, rows: 
     assert len(losses["one"]) >= 2
     for mine, reference in zip(losses["fsdp"], losses["one"], strict=True):
         assert mine == pytest.approx(reference, rel=1e-4)
+
+
+def test_packed_rows_are_counted_and_their_order_is_kept(
+    tmp_path: Path, ll: Path, rows: Path
+) -> None:
+    """How full the sequences are is printed, every token comes once an epoch, and a run is not
+    resumed with rows packed in another way."""
+    train = {**TRAIN, "seq_len": 200, "packing": True, "global_batch": 2, "micro_batch": 1}
+    plan = write_plan(tmp_path / "plan.yaml", ll, {"fsdp": 2}, train=train)
+    arguments = ["train", plan, "--data", rows, "--out", tmp_path / "run"]
+    done = shardwise(tmp_path, *arguments)
+    assert (done.code, done.err) == (0, ""), done.text
+    told = re.search(r"packing: (\d+) rows in (\d+) sequences, (\d+)% full", done.out)
+    assert told, done.out
+    num_rows, num_sequences, share = map(int, told.groups())
+    assert num_rows == 16
+    assert 1 < num_sequences < num_rows
+    (read,) = re.findall(r"16 rows, (\d+) tokens", done.out)
+    assert share == round(100 * int(read) / (num_sequences * 200))
+    records = metrics(tmp_path / "run")
+    assert len(records) == -(-num_sequences // 2)
+    assert sum(record["tokens"] for record in records) == int(read)
+    for change in ("train.seq_len=220", "train.packing=false"):
+        done = shardwise(tmp_path, *arguments, "--resume", "--set", change)
+        assert done.code == 2, done.text
+        assert "packed_to was 200 and is now" in done.err

@@ -30,9 +30,10 @@ SEQUENCE = (
         name="odd-tail-cut-off",
         history="pytorch/torchtitan#1306",
         file="trainer/data/batches.py",
-        old="length = -(-longest // multiple) * multiple",
-        new="length = longest // multiple * multiple\n"
-        "    rows = [(ids[:length], trained[:length]) for ids, trained in rows]",
+        old="parts = (ids, shift_labels(labels), real,",
+        new="used = int(real.sum(1).max()) // multiple * multiple\n"
+        "        labels[:, used:] = IGNORE\n"
+        "        parts = (ids, shift_labels(labels), real,",
         proof=_SEQUENCE,
     ),
     Fault(
@@ -40,7 +41,8 @@ SEQUENCE = (
         history="pytorch/torchtitan#1306",
         file="trainer/data/batches.py",
         old="labels = torch.full_like(ids, IGNORE)",
-        new="labels = torch.full_like(ids, IGNORE)\n    labels[:, longest:] = 0",
+        new="labels = torch.full_like(ids, IGNORE)\n"
+        "    labels[:, max(sum(len(rows[n][0]) for n in row) for row in sequences) :] = 0",
         proof=_SEQUENCE,
     ),
     Fault(
@@ -174,7 +176,7 @@ PIPELINE = (
         name="stage-has-the-positions-of-its-shard",
         history="NVIDIA-NeMo/Automodel#652",
         file="parallel/pipeline.py",
-        old="return body(inputs_embeds=carrier, use_cache=False)",
+        old="return body(inputs_embeds=carrier, **options)",
         new="own = torch.arange(tokens, device=x.device).repeat(self._sequence_parts)[None]\n"
         "            return body(inputs_embeds=carrier, position_ids=own, use_cache=False)",
         proof=parity("Q3-pp=2-tp=2-sequence_parallel=True"),
@@ -183,8 +185,8 @@ PIPELINE = (
         name="loss-reported-by-the-last-stage-only",
         history="pytorch/torchtitan#547",
         file="trainer/step.py",
-        old='mesh.sum_over(run(ids, targets, loss_function, len(batches)), ["pp"])',
-        new="run(ids, targets, loss_function, len(batches))",
+        old='mesh.sum_over(run(ids, positions, targets, loss_function, len(batches)), ["pp"])',
+        new="run(ids, positions, targets, loss_function, len(batches))",
         proof=_PIPELINE,
     ),
     Fault(
@@ -207,8 +209,9 @@ PIPELINE = (
         name="padding-to-one-shape-is-trained",
         history="NVIDIA-NeMo/Automodel#1689",
         file="trainer/data/batches.py",
-        old="pad(b.targets, IGNORE)",
-        new="pad(b.targets, 0)",
+        old="labels = torch.full_like(ids, IGNORE)",
+        new="labels = torch.full_like(ids, IGNORE)\n"
+        "    labels[:, _shape(rows, sequences, 1)[1] :] = 0",
         proof=_PIPELINE,
     ),
     Fault(
@@ -237,16 +240,16 @@ CONTEXT = (
         name="labels-shifted-after-the-cut",
         history="NVIDIA-BioNeMo/bionemo-recipes#1449",
         file="trainer/data/batches.py",
-        old="columns(part).to(device) for part in (ids, shift_labels(labels), real)",
-        new="part.to(device)\n"
-        "            for part in (columns(ids), shift_labels(columns(labels)), columns(real))",
+        old="parts = (ids, shift_labels(labels), real,",
+        new="labels = torch.cat([shift_labels(x) for x in labels.chunk(4, dim=1)], dim=1)\n"
+        "        parts = (ids, labels, real,",
         proof=_CONTEXT,
     ),
     Fault(
         name="positions-begin-again-on-each-rank",
         history="NVIDIA/Megatron-LM#560",
         file="parallel/context.py",
-        old="torch.cat([steps + start for start in self.starts(chunk)])",
+        old="torch.cat([steps + start for start in starts])",
         new="torch.arange(num_tokens, device=device)",
         proof=_CONTEXT,
     ),

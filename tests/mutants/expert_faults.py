@@ -95,7 +95,7 @@ EXPERTS = (
         name="padding-is-balanced",
         history="huggingface/transformers#48687",
         file="trainer/data/batches.py",
-        old="real[i, : len(tokens)] = True",
+        old="real[i, span] = True",
         new="real[i] = True",
         proof=_BALANCE,
     ),

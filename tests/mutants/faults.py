@@ -9,6 +9,7 @@ from tests.mutants.axis_faults import CONTEXT, KV_HEADS, PIPELINE, REPLICAS, SEQ
 from tests.mutants.expert_faults import EXPERTS, FAMILIES
 from tests.mutants.fault import Fault
 from tests.mutants.model_faults import LOSS, TENSOR, VOCABULARY
+from tests.mutants.packing_faults import PACKING
 from tests.mutants.run_faults import CONTINUED, NORM, ROWS, STEP
 
 FAULTS: tuple[Fault, ...] = (
@@ -21,6 +22,7 @@ FAULTS: tuple[Fault, ...] = (
     *CONTEXT,
     *EXPERTS,
     *FAMILIES,
+    *PACKING,
     *NORM,
     *STEP,
     *ROWS,

@@ -166,8 +166,8 @@ ROWS = (
         name="data-ranks-read-the-same-rows",
         history="stanford-crfm/mistral#194",
         file="trainer/data/batches.py",
-        old="numbers[data_rank::num_data_ranks]",
-        new="numbers[::num_data_ranks]",
+        old="sequences[data_rank::num_data_ranks]",
+        new="sequences[::num_data_ranks]",
         proof=parity("ODD-fsdp=2"),
     ),
     Fault(
@@ -182,10 +182,11 @@ ROWS = (
         name="every-rank-shuffles-its-own-way",
         history="NVlabs/LongLive#71",
         file="trainer/loop.py",
-        old="rows_of_step(len(run.rows), train.global_batch, step, train.seed)",
-        new="rows_of_step(\n"
-        "        len(run.rows), train.global_batch, step, train.seed + run.mesh.data_rank\n"
-        "    )",
+        old="Order(lengths=rows.lengths, train=plan.train)",
+        new="Order(\n"
+        "            lengths=rows.lengths,\n"
+        '            train=plan.train.model_copy(update={"seed": mesh.data_rank}),\n'
+        "        )",
         proof=RUN + "[{'fsdp': 2}]",
     ),
     Fault(
@@ -200,16 +201,16 @@ ROWS = (
         name="padding-id-is-never-trained",
         history="huggingface/transformers#23530",
         file="trainer/data/batches.py",
-        old="return Batch(ids, labels, real)",
-        new="return Batch(ids, labels.masked_fill(ids == 0, IGNORE), real)",
+        old="return ids, labels, real, positions",
+        new="return ids, labels.masked_fill(ids == 0, IGNORE), real, positions",
         proof=parity("ODD-fsdp=2"),
     ),
     Fault(
         name="every-epoch-in-one-order",
         history="pytorch/pytorch#31771",
-        file="trainer/data/batches.py",
-        old="default_rng([seed, epoch])",
-        new="default_rng([seed])",
+        file="trainer/data/order.py",
+        old="default_rng([self.train.seed, epoch])",
+        new="default_rng([self.train.seed])",
         proof="tests/unit/test_data.py::"
         "test_every_row_comes_once_an_epoch_in_an_order_that_the_seed_decides[10]",
     ),
@@ -217,8 +218,8 @@ ROWS = (
         name="short-step-filled-up-with-rows-again",
         history="huggingface/accelerate#125",
         file="trainer/data/batches.py",
-        old="mine = list(numbers[data_rank::num_data_ranks])",
-        new="even = [*numbers, *numbers[: -len(numbers) % num_data_ranks]]\n"
+        old="mine = list(sequences[data_rank::num_data_ranks])",
+        new="even = [*sequences, *sequences[: -len(sequences) % num_data_ranks]]\n"
         "    mine = even[data_rank::num_data_ranks]",
         proof=TOKENS + "test_ranks_run_out_of_rows_together[2]",
     ),
@@ -245,8 +246,8 @@ CONTINUED = (
         name="rows-from-the-start-after-a-resume",
         history="huggingface/accelerate#2016",
         file="trainer/loop.py",
-        old="rows_of_step(len(run.rows), train.global_batch, step, train.seed)",
-        new="rows_of_step(len(run.rows), train.global_batch, step - run.start, train.seed)",
+        old="run.order.of_step(step)",
+        new="run.order.of_step(step - run.start)",
         proof=RUN + "[{'fsdp': 2}]",
     ),
     Fault(

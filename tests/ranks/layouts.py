@@ -201,3 +201,53 @@ def _slow() -> list[Case]:
 
 
 SLOW = [case for number, case in enumerate(_slow()) if case not in FAST + _slow()[:number]]
+
+
+PACKED_FAST = [
+    Case(model="LL", layout={"fsdp": 2}),
+    Case(model="G3", layout={"tp": 2, **SPLIT}),
+    Case(model="Q3", layout={"pp": 2}),
+    Case(model="G3", layout={"cp": 2}),
+    Case(model="MOE", layout={"cp": 2}),
+    Case(model="MI_SW", layout={"pp": 2, "cp": 2, "zero": 1}),
+]
+"""several rows in a sequence"""
+
+
+def _packed() -> list[Case]:
+    layouts: list[dict[str, Any]] = [
+        {"fsdp": 2},
+        {"tp": 2},
+        {"tp": 2, **SPLIT},
+        {"pp": 2},
+        {"cp": 2},
+        {"pp": 2, "cp": 2, "zero": 1},
+        {"cp": 2, "tp": 2},
+        {"pp": 2, "cp": 2, "tp": 2, "zero": 1, **SPLIT},
+    ]
+    cases = [Case(model=model, layout=layout) for model in FAMILY_MODELS for layout in layouts]
+    cases.append(Case(model=UNRULED, layout={"fsdp": 2}))
+    for model in ("MIX", "MOE", "MOE0", "OSS", "DS"):
+        alone = [*EXPERTS[:1], *EXPERTS[4:6], {"cp": 2, "tp": 2, **SPLIT}]
+        split = [
+            layout for layout in layouts if "tp" not in layout or SPLIT.items() <= layout.items()
+        ]
+        cases += [
+            Case(model=model, layout=layout)
+            for layout in (*split, *alone)
+            if ("pp" in layout) <= (model != "MOE") and (model != "MOE0" or "pp" in layout)
+        ]
+    for schedule in SCHEDULES:
+        train: dict[str, Any] = {"pipeline_schedule": schedule, "micro_batch": 1}
+        cases.append(Case(model="G3", layout={"pp": 2}, train=train))
+    for model, layout in (
+        ("Q3", {"pp": 2}),
+        ("G3", {"cp": 2}),
+        ("G3", {"pp": 2, "cp": 2, "zero": 1}),
+    ):
+        for checkpointing in ("full", "selective"):
+            cases.append(Case(model=model, layout=layout, train={"checkpointing": checkpointing}))
+    return cases
+
+
+PACKED_SLOW = [case for case in _packed() if case not in PACKED_FAST]

@@ -99,6 +99,7 @@ def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
 
     from shardwise.parallel.context import own_columns
     from shardwise.trainer.data.batches import micro_batches
+    from shardwise.trainer.data.order import sequences_of
     from shardwise.trainer.data.store import Rows
 
     store = Rows(
@@ -108,7 +109,8 @@ def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
     )
     return micro_batches(
         store,
-        range(len(rows)),
+        sequences_of(store.lengths, range(len(rows)), plan.train),
+        packing=plan.train.packing,
         micro_batch=plan.train.micro_batch,
         data_rank=mesh.data_rank,
         num_data_ranks=plan.layout.num_data_ranks,

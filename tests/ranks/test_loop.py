@@ -80,9 +80,12 @@ def prepare(model: Path, folder: Path) -> None:
 
 def oracle(model: Path) -> list[OracleStep]:
     """The six steps, and a step on the evaluation rows after them."""
-    from shardwise.trainer.data.batches import rows_of_step
+    from shardwise.config import Train
+    from shardwise.trainer.data.order import Order
 
-    batches = [[ROWS[row] for row in rows_of_step(7, 3, step, 0)] for step in range(6)]
+    order = Order(lengths=[len(ids) for ids, _ in ROWS], train=Train(epochs=2, global_batch=3))
+    assert order.num_steps == 6
+    batches = [[ROWS[row] for (row,) in order.of_step(step)] for step in range(6)]
     optimizer = ScheduledAdamW(lr=0.0, eps=1e-3, weight_decay=0.1)
     return run_oracle(model, [*batches, EVAL_ROWS], optimizer, clip_norm=0.5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,7 +15,15 @@ from shardwise.models.facts import read_facts
 from shardwise.models.families import FAMILIES
 from shardwise.weights.names import fused_parts
 from tests.models import model_config, save_model
-from tests.oracle import LOSS_RTOL, NORM_RTOL, AdamW, OracleStep, assert_close, run_oracle
+from tests.oracle import (
+    LOSS_RTOL,
+    NORM_RTOL,
+    AdamW,
+    OracleStep,
+    Row,
+    assert_close,
+    run_oracle,
+)
 from tests.ranks.layouts import FAST, SLOW, Case
 from tests.ranks.steps import RAGGED, RankStep, _micro_batches, random_rows, run_steps
 from tests.run_ranks import run_ranks
@@ -47,11 +56,12 @@ def test_layout_equals_one_process_slow(case: Case) -> None:
     check_parity(case)
 
 
-def check_parity(case: Case) -> None:
+def check_parity(case: Case, batches: Sequence[Sequence[Row]] = BATCHES) -> None:
+    """Train on the rows of `BATCHES`, marked as they may be, and compare all there is."""
     ranks = run_steps(
         saved(case.model),
         case.layout,
-        BATCHES,
+        batches,
         eps=EPS,
         weight_decay=0.1,
         clip_norm=0.5,
@@ -244,7 +254,9 @@ EVALUATED = [
 ]
 
 
-def evaluate_on_rank(rank: int, model_dir: str, layout: dict[str, Any], rows: Any) -> list[float]:
+def evaluate_on_rank(
+    rank: int, model_dir: str, layout: dict[str, Any], settings: dict[str, Any], rows: Any
+) -> list[float]:
     """Loss of some rows, twice, a row at a time, then after a step: a pipeline goes from one to
     the other."""
     import torch
@@ -256,13 +268,14 @@ def evaluate_on_rank(rank: int, model_dir: str, layout: dict[str, Any], rows: An
     from shardwise.weights.load import load_model
 
     schedule = layout.pop("pipeline_schedule", "1f1b")
-    train = Train(micro_batch=2, global_batch=8, eps=EPS, pipeline_schedule=schedule)
+    settings = {"pipeline_schedule": schedule, "eps": EPS, **settings}
+    train = Train(micro_batch=2, global_batch=8, **settings)
     plan = Plan(model=model_dir, task="full", layout=Layout(**layout), train=train)
     mesh = build_mesh(plan.layout, "cpu")
     sharded = load_model(plan, mesh, torch.float32)
     optimizer = make_optimizer(sharded, train)
     losses = [evaluate(sharded, _micro_batches(rows, plan, mesh), mesh) for _ in range(2)]
-    single = plan.model_copy(update={"train": Train(micro_batch=1)})
+    single = plan.model_copy(update={"train": train.model_copy(update={"micro_batch": 1})})
     losses.append(evaluate(sharded, _micro_batches(rows, single, mesh), mesh))
     train_step(sharded, optimizer, _micro_batches(rows, plan, mesh), mesh, train, 1e-3)
     return [*losses, evaluate(sharded, _micro_batches(rows, plan, mesh), mesh)]
@@ -272,12 +285,16 @@ def evaluate_on_rank(rank: int, model_dir: str, layout: dict[str, Any], rows: An
 def test_evaluation_is_the_same_by_every_layout(layout: dict[str, Any]) -> None:
     """Seven rows, each counted once (bug bank 19), however they are cut: one at a time they go
     through a pipeline in several rounds. Training goes on unharmed afterwards."""
+    check_evaluation(layout)
+
+
+def check_evaluation(layout: dict[str, Any], **settings: Any) -> None:
     rows = random_rows(RAGGED[:7], seed=9)
     want = run_oracle(saved("Q3"), [rows], AdamW(lr=1e-3))[0].loss
     num_ranks = math.prod(n for n in layout.values() if isinstance(n, int))
     after = set()
     for before, again, singly, trained in run_ranks(
-        num_ranks, evaluate_on_rank, str(saved("Q3")), layout, rows
+        num_ranks, evaluate_on_rank, str(saved("Q3")), layout, settings, rows
     ):
         assert before == again == pytest.approx(want, rel=LOSS_RTOL)
         assert singly == pytest.approx(want, rel=LOSS_RTOL)

@@ -14,6 +14,7 @@ from tests.ranks.steps import _micro_batches, random_rows
 from tests.run_ranks import run_ranks
 
 ROWS = random_rows([31] * 8)  # eight rows of 32 tokens
+HALVES = random_rows([15] * 16)  # two of them fill a sequence
 
 
 def count_on_rank(
@@ -56,7 +57,7 @@ def count_on_rank(
     mesh = build_mesh(plan.layout, "cpu")
     sharded = load_model(plan, mesh, torch.float32)
     optimizer = make_optimizer(sharded, train)
-    micro = _micro_batches(ROWS, plan, mesh)
+    micro = _micro_batches(HALVES if train.packing else ROWS, plan, mesh)
     train_step(sharded, optimizer, micro, mesh, train, 1e-3)
     with Recorder():
         train_step(sharded, optimizer, micro, mesh, train, 1e-3)
@@ -66,6 +67,9 @@ def count_on_rank(
     if layout.get("cp", 1) > 1 and mesh.rank("cp") == 0 and layout.get("tp", 1) > 1:
         # this rank has the last token of each of the two rows, after which nothing comes
         planned["all_gather", 2 * 2 * 30 * 4] = planned.pop(("all_gather", 2 * 2 * 32 * 4))
+    if train.packing and layout.get("tp", 1) > 1:
+        # the first token of the second row in a sequence is not trained
+        planned["all_gather", 2 * 2 * 60 * 4] = planned.pop(("all_gather", 2 * 2 * 62 * 4))
     return planned, seen
 
 
@@ -183,3 +187,11 @@ def test_ledger_of_every_schedule(tmp_path: Path, schedule: str) -> None:
     """A V-shaped schedule has both ends of the model on one rank."""
     model = save_model("Q3", tmp_path / "Q3")
     check_ledger(model, {"pp": 2}, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"fsdp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}], ids=str
+)
+def test_ledger_of_packed_rows(tmp_path: Path, layout: dict[str, int]) -> None:
+    """Positions cross no ranks: each knows those of its own tokens."""
+    check_ledger(save_model("Q3", tmp_path / "Q3"), layout, packing=True)

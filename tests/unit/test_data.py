@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.config import Layout
+from shardwise.config import Layout, Train
 from shardwise.errors import UserError
 from shardwise.parallel.context import own_columns
-from shardwise.trainer.data.batches import micro_batches, num_targets, rows_of_step
+from shardwise.trainer.data.batches import micro_batches, num_targets
 from shardwise.trainer.data.chat import Example, encode
+from shardwise.trainer.data.order import Order, pack
 from shardwise.trainer.data.read import read_conversations
 from shardwise.trainer.data.store import open_rows, write_rows
 from shardwise.trainer.loss import IGNORE
@@ -139,18 +140,87 @@ def test_rows_are_cut_dropped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 10])
 def test_every_row_comes_once_an_epoch_in_an_order_that_the_seed_decides(num_rows: int) -> None:
     steps = -(-num_rows // 4)
-    epochs = [
-        [
-            row
-            for step in range(e * steps, (e + 1) * steps)
-            for row in rows_of_step(num_rows, 4, step, 5)
-        ]
-        for e in range(3)
-    ]
+
+    def rows_of_epoch(epoch: int, seed: int) -> list[int]:
+        train = Train(global_batch=4, epochs=3, seed=seed)
+        order = Order(lengths=[9] * num_rows, train=train)
+        assert order.num_steps == 3 * steps
+        numbers = range(epoch * steps, (epoch + 1) * steps)
+        return [row for step in numbers for (row,) in order.of_step(step)]
+
+    epochs = [rows_of_epoch(epoch, 5) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
     if num_rows > 6:
         assert epochs[0] != epochs[1]
-        assert epochs[0] != [r for s in range(steps) for r in rows_of_step(num_rows, 4, s, 6)]
+        assert epochs[0] != rows_of_epoch(0, 6)
+
+
+def some_lengths(num_rows: int, seed: int = 0) -> list[int]:
+    """Of conversations, a few of them as long as a sequence of 64."""
+    lengths = np.random.default_rng(seed).lognormal(2.5, 0.9, num_rows)
+    return [int(length) for length in lengths.clip(2, 64)]
+
+
+def packed(**changes: Any) -> Train:
+    return Train(**{"packing": True, "seq_len": 64, "global_batch": 4, "epochs": 5, **changes})
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 50, 3000])
+def test_packing_puts_each_row_whole_into_one_sequence(num_rows: int) -> None:
+    """None is split, lost or twice there (bug bank 50), and most sequences are nearly full."""
+    lengths = some_lengths(num_rows)
+    sequences = pack(lengths, range(num_rows), 64)
+    assert sorted(row for rows in sequences for row in rows) == list(range(num_rows))
+    sums = [sum(lengths[row] for row in rows) for rows in sequences]
+    assert 2 <= min(sums) <= max(sums) <= 64
+    if num_rows == 3000:
+        assert sum(sums) / len(sums) > 0.95 * 64
+
+
+def test_packed_epochs_come_one_after_the_other_whatever_their_lengths() -> None:
+    """Epochs of different numbers of steps; any step is found anew, as after a resume (43)."""
+    lengths = [int(length) for length in np.random.default_rng(0).integers(15, 45, 50)]
+    whole = Order(lengths=lengths, train=packed())
+    per_epoch = [-(-len(whole.of_epoch(epoch)) // 4) for epoch in range(5)]
+    assert len(set(per_epoch)) > 1, "choose lengths of which epochs differ"
+    assert whole.num_steps == sum(per_epoch)
+    steps = [whole.of_step(step) for step in range(whole.num_steps)]
+    begin = 0
+    for number in per_epoch:
+        rows = [row for step in steps[begin : begin + number] for rows in step for row in rows]
+        assert sorted(rows) == list(range(50))
+        begin += number
+    for step, sequences in enumerate(steps):
+        assert Order(lengths=lengths, train=packed()).of_step(step) == sequences
+        assert Order(lengths=lengths, train=packed(epochs=9)).of_step(step) == sequences
+    assert Order(lengths=lengths, train=packed(max_steps=3)).num_steps == 3
+    assert Order(lengths=lengths, train=packed(max_steps=999)).num_steps == whole.num_steps
+
+
+def test_a_packed_micro_batch_tells_where_each_row_begins(tmp_path: Path) -> None:
+    """Positions from 0 in each row and in the padding, no target at a row's first token, and the
+    last one's target is not the next row's first (bug bank 28)."""
+    lengths = [5, 3, 4]
+    write_rows(tmp_path, [example(n, 0) for n in lengths], seq_len=64, vocab_size=320)
+    first, second = micro_batches(
+        open_rows(tmp_path),
+        [[0, 1], [2]],
+        micro_batch=1,
+        packing=True,
+        data_rank=0,
+        num_data_ranks=1,
+        multiple=10,
+        same_shape=True,
+        device=torch.device("cpu"),
+    )
+    assert first.positions is not None
+    assert second.positions is not None
+    assert first.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1]]
+    assert first.ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 0]]
+    no = IGNORE
+    assert first.targets.tolist() == [[1, 2, 3, 4, no, 1, 2, no, no, no]]
+    assert first.real.tolist() == [[True] * 8 + [False] * 2]
+    assert second.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
@@ -164,7 +234,7 @@ def test_micro_batches_deal_every_row_once_and_evenly(
     dealt: list[Sequence[Any]] = [
         micro_batches(
             rows,
-            range(7),
+            [[row] for row in range(7)],
             micro_batch=micro_batch,
             data_rank=rank,
             num_data_ranks=num_ranks,
@@ -208,7 +278,7 @@ def test_no_target_is_lost_or_invented_where_a_row_is_cut(
     for rank in range(num_ranks):
         (batch,) = micro_batches(
             open_rows(tmp_path),
-            [0],
+            [[0]],
             micro_batch=1,
             data_rank=0,
             num_data_ranks=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from shardwise.config import Devices, Layout, Plan, Precision, Train
 from shardwise.models.attention import attention_of
 from shardwise.models.facts import facts_of_config
 from shardwise.models.families import FAMILIES
-from shardwise.planner.activations import activation_bytes_per_token, masked_bytes_per_token
+from shardwise.parallel.context import apply_context
+from shardwise.planner.activations import (
+    activation_bytes_per_token,
+    context_bytes_per_token,
+    masked_bytes_per_token,
+)
 from shardwise.planner.memory import (
     RankSizes,
     predict_memory,
@@ -22,9 +28,18 @@ from tests.unit.test_facts import LLAMA_3_1_8B, SMOLLM2
 
 
 def kept_bytes(
-    config: Any, num_layers: int, num_tokens: int, dtype: torch.dtype, layer_type: str
+    config: Any,
+    num_layers: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    layer_type: str,
+    positions: torch.Tensor | None = None,
 ) -> int:
-    """Bytes of the distinct tensors that autograd keeps during one forward pass."""
+    """Bytes of the distinct tensors that autograd keeps during one forward pass.
+
+    Args:
+        positions: of tokens in their own rows, where these are packed.
+    """
     from transformers import AutoModelForCausalLM
 
     config.num_hidden_layers = num_layers
@@ -34,6 +49,8 @@ def kept_bytes(
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=attention
     ).train()
+    if positions is not None:
+        apply_context(model, SimpleNamespace(layout=Layout()), packed=True)  # type: ignore[arg-type]
     owned = {param.untyped_storage().data_ptr() for param in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -45,7 +62,7 @@ def kept_bytes(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ids = torch.zeros(1, num_tokens, dtype=torch.long)
-        model.base_model(input_ids=ids, use_cache=False)
+        model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -81,6 +98,43 @@ def test_activations_of_a_layer_are_what_autograd_keeps(
     planned = activation_bytes_per_token(facts, kind, Layout(), compute_bytes=c)
     planned += masked_bytes_per_token(facts, kind, Layout(), c, seq_len=128)
     assert planned == pytest.approx(counted, rel=0.02)
+
+
+def test_masked_attention_repeats_the_keys_and_values() -> None:
+    """Of three query heads a KV head; of a single KV head it makes no copy."""
+    for num_heads, num_kv_heads in ((9, 3), (4, 1)):
+        config = model_config("G3")
+        config.num_attention_heads, config.num_key_value_heads = num_heads, num_kv_heads
+        facts = facts_of_config(config.to_dict(), source="G3")
+        deep, shallow = (
+            kept_bytes(config, n, 128, torch.float32, "sliding_attention") for n in (4, 2)
+        )
+        kind = facts.layers[0]
+        planned = activation_bytes_per_token(facts, kind, Layout(), compute_bytes=4)
+        planned += masked_bytes_per_token(facts, kind, Layout(), 4, seq_len=128)
+        assert planned == pytest.approx((deep - shallow) / 2 / 128, rel=0.005)
+
+
+@pytest.mark.parametrize("length", [128, 32, 8])
+@pytest.mark.parametrize(
+    ("name", "layer_type"),
+    [("LL", "full_attention"), ("ODD", "full_attention"), ("G3", "sliding_attention")],
+)
+def test_activations_of_packed_rows_are_what_autograd_keeps(
+    name: str, layer_type: str, length: int
+) -> None:
+    """The chunks of the output; masks, of rows longer than a window, once for all layers."""
+    config = model_config(name)
+    facts = facts_of_config(config.to_dict(), source=name)
+    positions = torch.arange(128)[None] % length
+    deep, shallow = (
+        kept_bytes(config, n, 128, torch.float32, layer_type, positions) for n in (4, 2)
+    )
+    kind = facts.layers[0]
+    planned = activation_bytes_per_token(facts, kind, Layout(), compute_bytes=4)
+    planned += context_bytes_per_token(facts, Layout(), 4, packed=True)
+    planned += masked_bytes_per_token(facts, kind, Layout(), 4, seq_len=length, packed=True)
+    assert planned == pytest.approx((deep - shallow) / 2 / 128, rel=0.02)
 
 
 def plan(config: dict[str, Any], **changes: Any) -> Plan:

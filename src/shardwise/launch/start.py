@@ -229,24 +229,29 @@ def _job(
 
 def _prepare_inputs(plan: Plan, data: Path, eval_data: Path | None, run_dir: Path) -> None:
     """Encode the rows and copy the model's small files; the old ones stay until all is well."""
-    from shardwise.trainer.loop import EVAL_ROWS, MODEL_FILES, TRAIN_ROWS, total_steps
+    from shardwise.trainer.data.order import Order
+    from shardwise.trainer.data.store import open_rows
+    from shardwise.trainer.loop import EVAL_ROWS, MODEL_FILES, TRAIN_ROWS
     from shardwise.weights.save import copy_model_files
 
     tokenizer = load_tokenizer(plan.model)
     with TemporaryDirectory(dir=run_dir / WORK_DIR) as name:
         fresh = Path(name)
-        num_rows = _prepare_rows(plan, tokenizer, data, fresh / TRAIN_ROWS)
+        _prepare_rows(plan, tokenizer, data, fresh / TRAIN_ROWS)
+        order = Order(lengths=open_rows(fresh / TRAIN_ROWS).lengths, train=plan.train)
+        if plan.train.packing:
+            console.out.print(f"packing: {order.fill()}")
         if eval_data is not None:
             _prepare_rows(plan, tokenizer, eval_data, fresh / EVAL_ROWS)
         (fresh / MODEL_FILES).mkdir()
         copy_model_files(Path(plan.model), fresh / MODEL_FILES)
-        check_same_rows(run_dir, plan, fresh / TRAIN_ROWS, total_steps(plan, num_rows))
+        check_same_rows(run_dir, plan, fresh / TRAIN_ROWS, order.num_steps)
         for folder in (Path(TRAIN_ROWS).parts[0], MODEL_FILES):
             shutil.rmtree(run_dir / WORK_DIR / folder, ignore_errors=True)
             (fresh / folder).rename(run_dir / WORK_DIR / folder)
 
 
-def _prepare_rows(plan: Plan, tokenizer: Any, data: Path, folder: Path) -> int:
+def _prepare_rows(plan: Plan, tokenizer: Any, data: Path, folder: Path) -> None:
     """Read, encode and store the rows of a data file, and say what became of them."""
     from shardwise.trainer.data.chat import encode
     from shardwise.trainer.data.read import read_conversations
@@ -263,7 +268,6 @@ def _prepare_rows(plan: Plan, tokenizer: Any, data: Path, folder: Path) -> int:
     vocab_size = read_facts(plan.model).vocab_size
     summary = write_rows(folder, examples(), seq_len=plan.train.seq_len, vocab_size=vocab_size)
     console.out.print(f"{data.name}: {summary}")
-    return summary.num_rows
 
 
 def _check_port(host: str, port: int) -> None:

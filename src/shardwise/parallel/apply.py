@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from shardwise.config import Plan
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
-from shardwise.parallel.context import apply_context_parallel
+from shardwise.parallel.context import apply_context
 from shardwise.parallel.data import DTYPES, apply_fsdp
 from shardwise.parallel.expert import apply_expert_parallel, experts_of
 from shardwise.parallel.mesh import Mesh
@@ -64,7 +64,7 @@ def _part(
     1. pipeline: take out what other stages have, so that nothing more is done to it;
     2. expert parallel, so that what follows finds experts that are already split;
     3. tensor parallel, while the modules are still plain and their rules can be read;
-    4. context parallel, which works on what attention sees of its heads;
+    4. context parallel and packed rows, which work on what attention sees of its heads;
     5. activation checkpointing, around layers that are already split;
     6. compilation, of what a layer has become;
     7. FSDP last, so that it shards what the others left and gathers it layer by layer.
@@ -80,8 +80,9 @@ def _part(
         apply_expert_parallel(module, mesh)
     if layout.tp > 1:
         partial = apply_tensor_parallel(model, mesh, facts, gather_logits=serving)
-    if layout.cp > 1:
-        apply_context_parallel(model, mesh)
+    packed = plan.train.packing and not serving
+    if layout.cp > 1 or packed:
+        apply_context(model, mesh, packed=packed)
     if not serving:
         apply_checkpointing(model, layers, plan.train)
         if plan.train.compile:

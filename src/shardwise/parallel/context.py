@@ -4,12 +4,17 @@ A sequence is cut into twice as many chunks as there are ranks; rank r has chunk
 end, its counterpart, so that under a causal mask all ranks have equally much to attend to. The
 mask is made here from the positions that the chunks really have, whatever mask the model makes
 for its part: causal, and within the sliding window of the layers that have one.
+
+Where several rows are packed into a sequence, each attends to itself alone, one after the other:
+what others have is not masked but never touched, which is less work the shorter the rows are. The
+same code does that on one rank, which has the whole sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,35 +25,79 @@ from transformers import AttentionInterface, PreTrainedModel
 from shardwise.models.attention import attend
 from shardwise.parallel.mesh import Mesh
 
-ATTENTION = "shardwise_context"
-"""name of this attention among transformers' own"""
+ATTENTION, PACKED_ATTENTION = "shardwise_context", "shardwise_packed"
+"""names of this attention among transformers' own: of a row a sequence, and of several"""
 _NUM_MASKS = 4
 """of two chunks, in layers with and without a window"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
-    """Who has which part of a sequence."""
+class Piece:
+    """Queries next to each other, of one row, that this rank has."""
 
-    group: dist.ProcessGroup
+    sequences: slice
+    """which of the micro-batch they are of"""
+    columns: slice
+    """of this rank's part of the sequence"""
+    start: int
+    """column of the first of them in the whole sequence"""
+    row: int
+    """column in the whole sequence where their row begins"""
+
+
+@dataclass(kw_only=True)
+class Context:
+    """Who has which part of a sequence, and what its queries may see."""
+
+    group: dist.ProcessGroup | None
+    """None: this rank has all of it"""
     rank: int
     num_ranks: int
+    packed: bool
+    """whether sequences hold several rows, and the model is given the positions in them"""
     _masks: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    _of: torch.Tensor | None = field(default=None, repr=False)
+    """the positions of which the pieces are, and the masks"""
+    _pieces: list[Piece] = field(default_factory=list, repr=False)
 
-    def starts(self, chunk: int) -> tuple[int, int]:
-        """First position of each of this rank's two chunks of so many tokens."""
-        return self.rank * chunk, (2 * self.num_ranks - 1 - self.rank) * chunk
-
-    def positions(self, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """Positions [tokens] in the whole sequence of this rank's part of it."""
+    def starts(self, num_tokens: int) -> list[int]:
+        """First column, in the whole sequence, of each chunk of a part of so many tokens."""
+        if self.num_ranks == 1:
+            return [0]
         chunk = num_tokens // 2
-        steps = torch.arange(chunk, device=device)
-        return torch.cat([steps + start for start in self.starts(chunk)])
+        return [self.rank * chunk, (2 * self.num_ranks - 1 - self.rank) * chunk]
+
+    def columns(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """Columns [tokens] in the whole sequence of this rank's part of it."""
+        starts = self.starts(num_tokens)
+        steps = torch.arange(num_tokens // len(starts), device=device)
+        return torch.cat([steps + start for start in starts])
+
+    def pieces(self, num_tokens: int, positions: torch.Tensor | None) -> list[Piece]:
+        """What the queries of this rank's part of a sequence are cut into, in their order.
+
+        Args:
+            positions: [sequences, tokens], each in its own row, where rows are packed. All layers
+                get the same tensor, and its pieces are found once.
+        """
+        starts = self.starts(num_tokens)
+        chunk = num_tokens // len(starts)
+        chunks = [(slice(i * chunk, (i + 1) * chunk), start) for i, start in enumerate(starts)]
+        if not self.packed or positions is None:
+            every = slice(None)
+            return [Piece(sequences=every, columns=c, start=start, row=0) for c, start in chunks]
+        if positions is not self._of:
+            self._masks.clear()
+            self._of, self._pieces = positions, []
+            for number, row in enumerate(positions.tolist()):
+                for columns, start in chunks:
+                    self._pieces += _cut(number, row, columns, start)
+        return self._pieces
 
     def mask(
         self, before: int, chunk: int, window: int | None, query: torch.Tensor
     ) -> torch.Tensor | None:
-        """What a chunk of queries may see of `before` earlier keys and of its own: 0, else -inf.
+        """What queries may see of `before` earlier keys and of their own `chunk`: 0, else -inf.
 
         Returns:
             [1, 1, chunk, before + chunk] in the dtype of the queries, one tensor for all layers
@@ -59,7 +108,7 @@ class Context:
             return None
         key = (before, chunk, window, query.dtype)
         if key not in self._masks:
-            if len(self._masks) >= _NUM_MASKS:  # of rows of another length
+            if len(self._masks) >= _NUM_MASKS and not self.packed:  # of rows of another length
                 self._masks.clear()
             steps = torch.arange(before + chunk, device=query.device) - before
             ahead = steps[None] - torch.arange(chunk, device=query.device)[:, None]  # of a query
@@ -67,6 +116,25 @@ class Context:
             mask = torch.zeros(ahead.shape, dtype=query.dtype, device=query.device)
             self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[None, None]
         return self._masks[key]
+
+
+def _cut(number: int, positions: Sequence[int], chunk: slice, start: int) -> Iterator[Piece]:
+    """The rows of a chunk of a sequence.
+
+    Args:
+        number: of the sequence.
+        positions: of the tokens of this rank's part of it, each in its own row.
+        start: column of the chunk in the whole sequence.
+    """
+    begins = [c for c in range(chunk.start + 1, chunk.stop) if positions[c] == 0]
+    for begin, end in pairwise([chunk.start, *begins, chunk.stop]):
+        column = start + begin - chunk.start
+        yield Piece(
+            sequences=slice(number, number + 1),
+            columns=slice(begin, end),
+            start=column,
+            row=column - positions[begin],
+        )
 
 
 def own_columns(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -83,18 +151,31 @@ def own_columns(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
     return take
 
 
-def apply_context_parallel(model: PreTrainedModel, mesh: Mesh) -> None:
-    """Let a model's attention see the whole sequence, and its rotary embedding the positions."""
-    context = Context(group=mesh.group("cp"), rank=mesh.rank("cp"), num_ranks=mesh.layout.cp)
-    model.set_attn_implementation(ATTENTION)
+def apply_context(model: PreTrainedModel, mesh: Mesh, *, packed: bool) -> None:
+    """Let a model's attention see all of a row and nothing else, and its rotary embedding the
+    true positions.
+
+    Args:
+        packed: whether sequences hold several rows, and the model is given the positions in them.
+    """
+    num_ranks = mesh.layout.cp
+    context = Context(
+        group=mesh.group("cp") if num_ranks > 1 else None,
+        rank=mesh.rank("cp") if num_ranks > 1 else 0,
+        num_ranks=num_ranks,
+        packed=packed,
+    )
+    model.set_attn_implementation(PACKED_ATTENTION if packed else ATTENTION)
     for module in model.modules():
-        if hasattr(module, "num_key_value_groups"):
+        if hasattr(module, "is_causal"):  # every attention, and nothing else
             module.shardwise_context = context
+    if packed:
+        return
 
     def true_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0]
         given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        positions = context.positions(given.shape[-1], hidden.device)[None]
+        positions = context.columns(given.shape[-1], hidden.device)[None]
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": positions}
         return (hidden, positions, *args[2:]), kwargs
@@ -109,29 +190,34 @@ def _context_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     sliding_window: int | None = None,
+    position_ids: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of this rank's queries [rows, heads, tokens, head_dim] to all keys before them."""
+    """Attention of this rank's queries [sequences, heads, tokens, head_dim] to all keys before
+    them in their row."""
     context: Context = module.shardwise_context
-    both = torch.cat((key, value), dim=-1)  # they differ in width where a latent is expanded
-    keys, values = _GatherSequence.apply(both, context).split(
-        (key.shape[-1], value.shape[-1]), dim=-1
-    )
-    chunk = query.shape[2] // 2
+    if context.group is not None:
+        both = torch.cat((key, value), dim=-1)  # a latent makes keys and values of other widths
+        sizes = key.shape[-1], value.shape[-1]
+        key, value = _GatherSequence.apply(both, context).split(sizes, dim=-1)
     outputs = []
-    for start, queries in zip(context.starts(chunk), query.split(chunk, dim=2), strict=True):
-        end = start + chunk
-        begin = 0 if sliding_window is None else max(0, start - sliding_window + 1)
+    for piece in context.pieces(query.shape[2], position_ids):
+        queries = query[piece.sequences, :, piece.columns]
+        end = piece.start + queries.shape[2]
+        begin = piece.row
+        if sliding_window is not None:
+            begin = max(begin, piece.start - sliding_window + 1)
         output, _ = attend(
             module,
             queries,
-            keys[:, :, begin:end],
-            values[:, :, begin:end],
-            context.mask(start - begin, chunk, sliding_window, query),
+            key[piece.sequences, :, begin:end],
+            value[piece.sequences, :, begin:end],
+            context.mask(piece.start - begin, end - piece.start, sliding_window, query),
             **options,
         )
         outputs.append(output)
-    return torch.cat(outputs, dim=1), None
+    joined = torch.cat(outputs, dim=1)
+    return joined.view(len(query), -1, *joined.shape[2:]), None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -160,3 +246,5 @@ class _GatherSequence(torch.autograd.Function):
 
 
 AttentionInterface.register(ATTENTION, _context_attention)
+# how rows are packed is new in each step: a compiled layer calls this as it is
+AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(_context_attention))

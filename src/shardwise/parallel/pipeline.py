@@ -79,22 +79,24 @@ class Stage(nn.Module):
             model.base_model.norm = Absent()
             model.set_output_embeddings(Absent())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Run the stage.
 
         Args:
             x: ids [rows, tokens] for the first stage, else hidden states
                 [rows, tokens / sequence parts, hidden].
+            position_ids: [rows, tokens], where rows are packed; None: each token's column.
         """
         body = self.model.base_model
+        options = {"position_ids": position_ids, "use_cache": False}
         if self._received is None:
-            return body(input_ids=x, use_cache=False).last_hidden_state
+            return body(input_ids=x, **options).last_hidden_state
         # positions and masks are made for the length of this; its values are never used
         rows, tokens, width = x.shape
         carrier = x.new_zeros(()).expand(rows, tokens * self._sequence_parts, width)
         self._received.hidden = x
         try:
-            return body(inputs_embeds=carrier, use_cache=False).last_hidden_state
+            return body(inputs_embeds=carrier, **options).last_hidden_state
         finally:
             self._received.hidden = None
 
@@ -121,6 +123,7 @@ class Pipeline:
     def run(
         self,
         ids: torch.Tensor,
+        positions: torch.Tensor | None,
         targets: torch.Tensor,
         loss_function: LossFunction,
         num_micro_batches: int,
@@ -129,6 +132,7 @@ class Pipeline:
 
         Args:
             ids: [micro-batches x rows, tokens]; the same on every rank of the `pp` axis.
+            positions: of the same shape, for every stage; None: each token's column.
             targets: of the same shape.
             loss_function: (input of the head, targets) of a micro-batch -> scalar.
 
@@ -150,6 +154,7 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         runner.step(
             *arguments,
+            **({} if positions is None else {"position_ids": positions}),
             target=targets if has_loss else None,
             losses=losses if has_loss else None,
             return_outputs=False,
@@ -160,6 +165,7 @@ class Pipeline:
     def run_forward(
         self,
         ids: torch.Tensor,
+        positions: torch.Tensor | None,
         targets: torch.Tensor,
         loss_function: LossFunction,
         num_micro_batches: int,
@@ -170,14 +176,16 @@ class Pipeline:
         group = self.mesh.group("pp")
         total = torch.zeros((), device=ids.device)
         sent = []
-        chunks = zip(ids.chunk(num_micro_batches), targets.chunk(num_micro_batches), strict=True)
-        for batch_ids, batch_targets in chunks:
+        num = num_micro_batches
+        where = [None] * num if positions is None else positions.chunk(num)
+        chunks = zip(ids.chunk(num), where, targets.chunk(num), strict=True)
+        for batch_ids, batch_positions, batch_targets in chunks:
             hidden = batch_ids
             for spec, module in self.stages:
                 if not spec.is_first and self.ranks[spec.index - 1] != spec.rank:
                     hidden = self._empty(batch_ids)
                     dist.recv(hidden, group=group, group_src=self.ranks[spec.index - 1])
-                hidden = module(hidden)
+                hidden = module(hidden, batch_positions)
                 if spec.is_last:
                     total += loss_function(hidden, batch_targets)
                 elif self.ranks[spec.index + 1] != spec.rank:

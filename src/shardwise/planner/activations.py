@@ -96,32 +96,44 @@ def _experts(facts: ModelFacts, layout: Layout, c: int) -> int:
 
 
 def masked_bytes_per_token(
-    facts: ModelFacts, kind: LayerKind, layout: Layout, c: int, *, seq_len: int
+    facts: ModelFacts,
+    kind: LayerKind,
+    layout: Layout,
+    c: int,
+    *,
+    seq_len: int,
+    packed: bool = False,
 ) -> int:
     """What a sliding layer keeps on top of that, once rows are longer than its window.
 
-    Attention gets an explicit mask then: a row of it for each token, in the compute dtype; and
-    transformers repeats keys and values for each query head.
+    Attention gets an explicit mask then: a row of it for each token, in the compute dtype (packed
+    rows have one for all layers, see `memory.py`); and transformers repeats keys and values for
+    each query head.
     """
     if kind.window is None or seq_len <= kind.window:
         return 0
-    return (seq_len + _repeated(facts, layout)) * c
+    return ((0 if packed else seq_len) + _repeated(facts, layout)) * c
 
 
 def _repeated(facts: ModelFacts, layout: Layout) -> int:
     """Numbers that are added to keys and values when each query head gets its own."""
     tp, parts = layout.tp, min(layout.tp, facts.num_kv_heads)
+    if facts.num_kv_heads == parts:
+        return 0  # one head is repeated without a copy
     return 2 * _head_width(facts) * (facts.num_heads // tp - facts.num_kv_heads // parts)
 
 
-def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> int:
+def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int, *, packed: bool) -> int:
     """What a layer keeps on top of that, per token of a rank, where others have the rest of the
     sequence: the keys and values of all of it (repeated for each query head, as transformers does
-    where there is a mask), and the output's chunks."""
+    where there is a mask), and the output's chunks. Packed rows have such chunks on one rank too.
+    """
+    chunks = facts.attention_size // layout.tp * c
     if layout.cp == 1:
-        return 0
-    others = 2 * _head_width(facts) * facts.num_heads // layout.tp * (layout.cp - 1)
-    return (others + _repeated(facts, layout) + facts.attention_size // layout.tp) * c
+        return chunks if packed else 0
+    tp, parts = layout.tp, min(layout.tp, facts.num_kv_heads)
+    heads, kv_heads = facts.num_heads // tp, facts.num_kv_heads // parts
+    return 2 * _head_width(facts) * (heads * layout.cp - kv_heads) * c + chunks
 
 
 def selective_bytes_per_token(facts: ModelFacts, kind: LayerKind, layout: Layout, c: int) -> int:

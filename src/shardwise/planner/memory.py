@@ -133,14 +133,23 @@ def recomputed_layers(
     return Counter(facts.layers[n] for stage in stages for n in stage.layers[::every])
 
 
-def _context_masks(plan: Plan, facts: ModelFacts) -> int:
-    """Masks of a rank's two chunks, for all layers alike; again for those with a window."""
-    layout = plan.layout
-    if layout.cp == 1:
+def _masks(plan: Plan, facts: ModelFacts, passes: int) -> int:
+    """Masks of a rank's two chunks, for all layers alike; again for those with a window.
+
+    Packed rows have masks where they are longer than a window or cut between ranks, others in each
+    sequence: at most as large as that of one row that fills it.
+    """
+    layout, train = plan.layout, plan.train
+    windows = {kind.window for kind in facts.layers}
+    if layout.cp > 1:
+        chunk = train.seq_len / (2 * layout.cp)
+        one = chunk * chunk * (2 * layout.cp + 1) * len(windows)
+    elif train.packing and any(window and train.seq_len > window for window in windows):
+        one = float(train.seq_len**2)
+    else:
         return 0
-    chunk = plan.train.seq_len / (2 * layout.cp)
-    one = chunk * chunk * (2 * layout.cp + 1) * plan.precision.compute_bytes
-    return int(one * len({kind.window for kind in facts.layers}))
+    num = train.micro_batch * passes if train.packing else 1
+    return int(one * plan.precision.compute_bytes * num)
 
 
 def local_tokens(plan: Plan) -> int:
@@ -207,7 +216,7 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
             "gradients": gradients,
             "activations": _activations(plan, facts, passes, stages),
             "logits": _logits(plan, facts, tokens) if sizes.head else 0,
-            "buffers": gathered + 2 * sizes.layer * c + received + _context_masks(plan, facts),
+            "buffers": gathered + 2 * sizes.layer * c + received + _masks(plan, facts, passes),
         }
         for passes, gradients in moments
         if passes
@@ -232,7 +241,7 @@ def _kept(plan: Plan, facts: ModelFacts, kind: LayerKind) -> int:
     """Bytes that one layer keeps of one micro-batch, its mask left out."""
     c = plan.precision.compute_bytes
     per_token = activation_bytes_per_token(facts, kind, plan.layout, compute_bytes=c)
-    per_token += context_bytes_per_token(facts, plan.layout, c)
+    per_token += context_bytes_per_token(facts, plan.layout, c, packed=plan.train.packing)
     return per_token * local_tokens(plan)
 
 
@@ -247,7 +256,9 @@ def _activations(plan: Plan, facts: ModelFacts, passes: int, stages: Sequence[St
     recomputed = recomputed_layers(plan, facts, stages)
     kept, one = 0, 0  # of those that are computed again, one is at a time
     for kind, count in layer_counts(facts, stages).items():
-        masked = masked_bytes_per_token(facts, kind, layout, c, seq_len=train.seq_len)
+        masked = masked_bytes_per_token(
+            facts, kind, layout, c, seq_len=train.seq_len, packed=train.packing
+        )
         whole = _kept(plan, facts, kind) + tokens * masked
         again = recomputed[kind]
         if again:

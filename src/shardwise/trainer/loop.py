@@ -19,7 +19,8 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.probe.process import peak_bytes
 from shardwise.trainer.checkpoint import load_optimizer, save_checkpoint
-from shardwise.trainer.data.batches import Batch, micro_batches, rows_of_step, steps_per_epoch
+from shardwise.trainer.data.batches import Batch, micro_batches
+from shardwise.trainer.data.order import Order, sequences_of
 from shardwise.trainer.data.store import Rows, open_rows
 from shardwise.trainer.measured import MEASURED_FILE, METRICS_FILE, Measured
 from shardwise.trainer.optim import learning_rate_at, make_optimizer
@@ -49,6 +50,7 @@ class Run:
     """of the job: rows and the model's small files"""
     mesh: Mesh
     rows: Rows
+    order: Order
     eval_rows: Rows | None
     sharded: ShardedModel
     optimizer: torch.optim.Optimizer
@@ -58,7 +60,7 @@ class Run:
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return total_steps(self.plan, len(self.rows))
+        return self.order.num_steps
 
     @property
     def is_first(self) -> bool:
@@ -104,12 +106,6 @@ def run_train(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> None:
         console.out.print(f"checkpoint: {checkpoint_dir(folder, run.num_steps)}")
 
 
-def total_steps(plan: Plan, num_rows: int) -> int:
-    """Optimizer steps of a run over so many rows."""
-    steps = plan.train.epochs * steps_per_epoch(num_rows, plan.train.global_batch)
-    return min(steps, plan.train.max_steps or steps)
-
-
 def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
     """Load the model (or the newest checkpoint) and the rows."""
     checkpoints = complete_checkpoints(folder)
@@ -118,13 +114,14 @@ def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
     optimizer = make_optimizer(sharded, plan.train)
     if checkpoints:
         load_optimizer(checkpoints[-1], sharded, optimizer)
-    eval_folder = work / EVAL_ROWS
+    rows, eval_folder = open_rows(work / TRAIN_ROWS), work / EVAL_ROWS
     return Run(
         plan=plan,
         folder=folder,
         work=work,
         mesh=mesh,
-        rows=open_rows(work / TRAIN_ROWS),
+        rows=rows,
+        order=Order(lengths=rows.lengths, train=plan.train),
         eval_rows=open_rows(eval_folder) if eval_folder.exists() else None,
         sharded=sharded,
         optimizer=optimizer,
@@ -151,13 +148,13 @@ def _run_steps(run: Run) -> list[StepRecord]:
 
 def _run_step(run: Run, step: int) -> StepRecord:
     train, began = run.plan.train, time.perf_counter()
-    numbers = rows_of_step(len(run.rows), train.global_batch, step, train.seed)
+    sequences = run.order.of_step(step)
     rate = learning_rate_at(step, run.num_steps, train)
     # a pipeline's schedule is made for so many, also where an epoch's last step has fewer rows
     least = train.num_micro_batches(run.plan.layout) if run.plan.layout.pp > 1 else 1
-    batches = _batches(run, run.rows, numbers, least)
+    batches = _batches(run, run.rows, sequences, least)
     result = train_step(run.sharded, run.optimizer, batches, run.mesh, train, rate)
-    num_tokens = sum(len(run.rows[number][0]) for number in numbers)
+    num_tokens = sum(len(run.rows[row][0]) for rows in sequences for row in rows)
     seconds = time.perf_counter() - began
     return StepRecord(result=result, num_tokens=num_tokens, seconds=seconds)
 
@@ -174,10 +171,13 @@ def _save(run: Run, step: int, loss: float) -> None:
     )
 
 
-def _batches(run: Run, rows: Rows, numbers: Sequence[int], least: int = 1) -> list[Batch]:
+def _batches(
+    run: Run, rows: Rows, sequences: Sequence[Sequence[int]], least: int = 1
+) -> list[Batch]:
     return micro_batches(
         rows,
-        numbers,
+        sequences,
+        packing=run.plan.train.packing,
         micro_batch=run.plan.train.micro_batch,
         data_rank=run.mesh.data_rank,
         num_data_ranks=run.plan.layout.num_data_ranks,
@@ -194,7 +194,8 @@ def _evaluate(run: Run, step: int) -> float | None:
         return None
     if run.is_first:
         console.out.print(f"evaluating {len(run.eval_rows)} rows at step {step} ...")
-    batches = _batches(run, run.eval_rows, range(len(run.eval_rows)))
+    sequences = sequences_of(run.eval_rows.lengths, range(len(run.eval_rows)), run.plan.train)
+    batches = _batches(run, run.eval_rows, sequences)
     return evaluate(run.sharded, batches, run.mesh)
 
 

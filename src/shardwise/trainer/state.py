@@ -35,6 +35,9 @@ class RowOrder(Config):
     global_batch: int = Field(ge=1)
     seed: int = Field(ge=0)
     data_digest: str = Field(description="SHA-256 of the rows' token ids")
+    packed_to: int | None = Field(
+        default=None, description="tokens of a sequence of several rows; None: rows are not packed"
+    )
 
 
 class State(Config):
@@ -55,6 +58,7 @@ def row_order(plan: Plan, rows_folder: Path) -> RowOrder:
         global_batch=plan.train.global_batch,
         seed=plan.train.seed,
         data_digest=digest,
+        packed_to=plan.train.seq_len if plan.train.packing else None,
     )
 
 

@@ -114,7 +114,9 @@ def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> flo
 
 def _run_pipeline(
     sharded: ShardedModel,
-    run: Callable[[torch.Tensor, torch.Tensor, LossFunction, int], torch.Tensor],
+    run: Callable[
+        [torch.Tensor, torch.Tensor | None, torch.Tensor, LossFunction, int], torch.Tensor
+    ],
     batches: Sequence[Batch],
     total: int,
 ) -> torch.Tensor:
@@ -123,16 +125,18 @@ def _run_pipeline(
     twice = sharded.pipeline is not None and sharded.pipeline.splits_backward
     ids = torch.cat([batch.ids for batch in batches])
     targets = torch.cat([batch.targets for batch in batches])
+    given = [batch.positions for batch in batches if batch.positions is not None]
+    positions = torch.cat(given) if given else None
 
     def loss_function(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return head_loss(hidden, _head(last.model), targets, mesh, twice=twice) / total
 
-    return mesh.sum_over(run(ids, targets, loss_function, len(batches)), ["pp"])
+    return mesh.sum_over(run(ids, positions, targets, loss_function, len(batches)), ["pp"])
 
 
 def _batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
     """Sum of the cross-entropy over a micro-batch's trained tokens (fp32 scalar)."""
-    return head_loss(_run_body(model, batch.ids).logits, _head(model), batch.targets, mesh)
+    return head_loss(_run_body(model, batch).logits, _head(model), batch.targets, mesh)
 
 
 def _batch_losses(
@@ -142,7 +146,7 @@ def _batch_losses(
 
     They differ where the ranks of `tp` each have a part of the router's balance loss.
     """
-    output = _run_body(model, batch.ids)
+    output = _run_body(model, batch)
     loss = head_loss(output.logits, _head(model), batch.targets, mesh)
     if not getattr(model.config, "output_router_logits", False):
         return loss, loss.detach()
@@ -181,14 +185,14 @@ def head_loss(
     )
 
 
-def _run_body(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+def _run_body(model: PreTrainedModel, batch: Batch) -> Any:
     """The model's output with, as `logits`, what it gives to its head: the logits are made with
     the loss, a few at a time."""
     head = _head(model)
     forward = head.forward
     head.forward = lambda hidden: hidden
     try:
-        return model(input_ids=ids, use_cache=False)
+        return model(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
     finally:
         head.forward = forward
 

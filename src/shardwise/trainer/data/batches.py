@@ -1,4 +1,4 @@
-"""Which row goes where: the same global order for every layout, cut into equal micro-batches."""
+"""Which row goes where: the sequences of a step, dealt to ranks in equal micro-batches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ class Batch(NamedTuple):
     """for each token the one that should come next (IGNORE: not trained)"""
     real: torch.Tensor
     """whether it is a token of a row, and not padding"""
+    positions: torch.Tensor | None = None
+    """where rows are packed: of each token in its own row, of which the padding is one more; None:
+    each token's column"""
 
 
 Columns = Callable[[torch.Tensor], torch.Tensor]
@@ -30,28 +33,12 @@ def whole_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def rows_of_step(num_rows: int, global_batch: int, step: int, seed: int) -> list[int]:
-    """Row numbers of one optimizer step (counted from 0 over all epochs).
-
-    Every epoch is a new permutation; its last step may have fewer rows. Depends on nothing but
-    these arguments, so any layout sees the same rows in the same step.
-    """
-    epoch, position = divmod(step, steps_per_epoch(num_rows, global_batch))
-    order = np.random.default_rng([seed, epoch]).permutation(num_rows)
-    begin = position * global_batch
-    return [int(row) for row in order[begin : begin + global_batch]]
-
-
-def steps_per_epoch(num_rows: int, global_batch: int) -> int:
-    """Optimizer steps that see every row once."""
-    return -(-num_rows // global_batch)
-
-
 def micro_batches(
     rows: Rows,
-    numbers: Sequence[int],
+    sequences: Sequence[Sequence[int]],
     *,
     micro_batch: int,
+    packing: bool = False,
     data_rank: int,
     num_data_ranks: int,
     multiple: int = 1,
@@ -60,55 +47,63 @@ def micro_batches(
     columns: Columns = whole_rows,
     device: torch.device,
 ) -> list[Batch]:
-    """This rank's micro-batches of some rows.
+    """This rank's micro-batches of some sequences.
 
     Every rank gets the same number of them, so that all take part in the same collectives; a
-    rank that has run out of rows gets an empty row, which trains nothing. Rows are padded on the
-    right: under a causal mask no real token sees the padding, so no attention mask is needed.
+    rank that has run out of sequences gets an empty one, which trains nothing. Padding is on the
+    right: under a causal mask no real token sees it, so no attention mask is needed.
 
     Args:
+        sequences: row numbers of each; more than one in some only with `packing`.
+        packing: give the tokens' positions, from which attention knows the rows of a sequence.
         multiple: what the length of each micro-batch must be a multiple of, in tokens.
         same_shape: whether all micro-batches get the shape of the largest, as a pipeline needs.
-        least: make at least so many micro-batches; more than there are rows are empty.
-        columns: which part of each row is this rank's; taken after the targets are known, so that
-            none is lost or invented where a row is cut.
+        least: make at least so many micro-batches; more than there are sequences are empty.
+        columns: which part of each sequence is this rank's; taken after the targets are known, so
+            that none is lost or invented where a sequence is cut.
     """
-    num_batches = max(least, -(-len(numbers) // (num_data_ranks * micro_batch)))
-    mine = list(numbers[data_rank::num_data_ranks])
+    num_batches = max(least, -(-len(sequences) // (num_data_ranks * micro_batch)))
+    mine = list(sequences[data_rank::num_data_ranks])
     chunks = [mine[i * micro_batch : (i + 1) * micro_batch] for i in range(num_batches)]
-    padded = [_pad([rows[row] for row in chunk], multiple) for chunk in chunks]
+    shapes = [_shape(rows, chunk, multiple) for chunk in chunks]
     if same_shape:
-        padded = _same_shape(padded)
-    return [
-        Batch(*(columns(part).to(device) for part in (ids, shift_labels(labels), real)))
-        for ids, labels, real in padded
-    ]
+        shapes = [tuple(map(max, zip(*shapes, strict=True)))] * len(shapes)
+    batches = []
+    for chunk, shape in zip(chunks, shapes, strict=True):
+        ids, labels, real, positions = _pad(rows, chunk, shape)
+        parts = (ids, shift_labels(labels), real, *([positions] if packing else []))
+        batches.append(Batch(*(columns(part).to(device) for part in parts)))
+    return batches
 
 
-def _same_shape(batches: Sequence[Batch]) -> list[Batch]:
-    """Pad micro-batches to the most rows and the longest one, with what trains nothing."""
-    rows = max(len(batch.ids) for batch in batches)
-    length = max(batch.ids.shape[1] for batch in batches)
-
-    def pad(tensor: torch.Tensor, value: int) -> torch.Tensor:
-        missing = (0, length - tensor.shape[1], 0, rows - len(tensor))
-        return torch.nn.functional.pad(tensor, missing, value=value)
-
-    return [Batch(pad(b.ids, 0), pad(b.targets, IGNORE), pad(b.real, False)) for b in batches]
+def _shape(rows: Rows, sequences: Sequence[Sequence[int]], multiple: int) -> tuple[int, ...]:
+    """Sequences and tokens of a micro-batch, at least one of two tokens."""
+    longest = max((sum(len(rows[n][0]) for n in numbers) for numbers in sequences), default=2)
+    return max(len(sequences), 1), -(-longest // multiple) * multiple
 
 
-def _pad(rows: Sequence[tuple[np.ndarray, np.ndarray]], multiple: int) -> Batch:
-    longest = max((len(ids) for ids, _ in rows), default=2)
-    length = -(-longest // multiple) * multiple
-    ids = torch.zeros(max(len(rows), 1), length, dtype=torch.long)
+def _pad(
+    rows: Rows, sequences: Sequence[Sequence[int]], shape: tuple[int, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Ids, labels, what is real, and positions of a micro-batch, with what trains nothing."""
+    ids = torch.zeros(shape, dtype=torch.long)
     labels = torch.full_like(ids, IGNORE)
     real = torch.zeros_like(ids, dtype=torch.bool)
-    for i, (row_ids, trained) in enumerate(rows):
-        tokens = torch.from_numpy(row_ids.astype(np.int64))
-        ids[i, : len(tokens)] = tokens
-        labels[i, : len(tokens)] = tokens.masked_fill(~torch.from_numpy(trained.copy()), IGNORE)
-        real[i, : len(tokens)] = True
-    return Batch(ids, labels, real)
+    positions = torch.zeros_like(ids)
+    for i, numbers in enumerate(sequences):
+        begin = 0
+        for row_ids, trained in (rows[number] for number in numbers):
+            tokens = torch.from_numpy(row_ids.astype(np.int64))
+            span = slice(begin, begin + len(tokens))
+            ids[i, span] = tokens
+            labels[i, span] = tokens.masked_fill(~torch.from_numpy(trained.copy()), IGNORE)
+            labels[i, begin] = IGNORE  # nothing of its own row comes before it
+            real[i, span] = True
+            positions[i, span] = torch.arange(len(tokens))
+            begin = span.stop
+        positions[i, begin:] = torch.arange(shape[1] - begin)
+    positions[len(sequences) :] = torch.arange(shape[1])
+    return ids, labels, real, positions
 
 
 def num_targets(batches: Sequence[Batch]) -> int:

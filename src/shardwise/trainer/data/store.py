@@ -29,6 +29,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [int(length) for length in np.diff(self.starts)]
+
     def __getitem__(self, row: int) -> tuple[Ints, Bools]:
         """Token ids and trained marks of one row."""
         span = slice(self.starts[row], self.starts[row + 1])
