@@ -102,6 +102,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "MOE": ("Qwen3MoeConfig", {**MOE, "output_router_logits": True}),
     "MOE0": ("Qwen3MoeConfig", MOE),  # without the balance loss
+    "MOE4": (  # layers for four stages, of which the first has no experts
+        "Qwen3MoeConfig",
+        {**MOE, "num_hidden_layers": 4, "mlp_only_layers": [0], "output_router_logits": True},
+    ),
     "MOED": (  # the first layer without experts
         "Qwen3MoeConfig",
         {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [0], "output_router_logits": True},

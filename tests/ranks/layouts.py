@@ -90,11 +90,12 @@ SCHEDULES = ["gpipe", "interleaved", "zbv", "dualpipev"]
 FAMILY_MODELS = ["LL", "MI_SW", "Q2_SW", "Q3", "G3", "PHI"]
 """one of each family, for the pairs"""
 
-EXPERT_MODELS = ["MIX", "MOE", "MOE0", "MOED", "OSS", "OSSB", "DS", "DSQ"]
+EXPERT_MODELS = ["MIX", "MOE", "MOE0", "MOED", "MOE4", "OSS", "OSSB", "DS", "DSQ"]
 FEW: dict[str, list[str]] = {
     "MOE0": ["pp"],
-    "MOED": ["tp", "cp", "ep"],
-    "OSSB": ["tp", "cp", "ep"],
+    "MOE4": [],
+    "MOED": ["tp", "pp", "ep"],
+    "OSSB": ["pp", "cp"],
     "DSQ": ["tp", "pp"],
 }
 """variants of a family, which are run on layouts with these axes only"""
@@ -119,6 +120,7 @@ FAST = [
     Case(model="MOE", layout={"fsdp": 2, "tp": 2, "ep": 4, **SPLIT}),
     Case(model="MOE", layout={"cp": 2}),
     Case(model="MOE0", layout={"pp": 2, "fsdp": 2, "ep": 2, "zero": 1}),
+    Case(model="MOE", layout={"pp": 2, "tp": 2, **SPLIT}),
     Case(model="OSS", layout={"fsdp": 2, "ep": 2}),
     Case(model="OSS", layout={"tp": 2, **SPLIT}),
     Case(model="OSS", layout={"cp": 2}),
@@ -162,12 +164,10 @@ def _slow() -> list[Case]:
             {**layout, **SPLIT} if "tp" in layout else layout
             for layout in (*SINGLES, *PAIRS, *MORE[:4], *EXPERTS)
         ]
-        # two layers make two stages; the balance loss is refused in a pipeline
-        most = {"MOE": 1, "MOED": 1, "OSSB": 1}.get(model, 2)
         cases += [
             Case(model=model, layout=layout)
             for layout in layouts
-            if layout.get("pp", 1) <= most
+            if layout.get("pp", 1) <= 2  # of two layers
             and any(axis in layout for axis in FEW.get(model, layout))
         ]
     ruled = [layout for layout in SINGLES if not {"tp", "pp", "cp"} & set(layout)]
@@ -188,6 +188,10 @@ def _slow() -> list[Case]:
                 if schedule == "dualpipev" or "fsdp" in layout:
                     train["micro_batch"] = 1
                 cases.append(Case(model=model, layout=layout, train=train))
+    for schedule in SCHEDULES:  # two layers for as many stages, or four for twice as many
+        model = "MOE" if schedule == "gpipe" else "MOE4"
+        train = {"pipeline_schedule": schedule, "micro_batch": 1}
+        cases.append(Case(model=model, layout={"pp": 2}, train=train))
     cases += [
         Case(model="Q3", layout={"pp": 2}, train={"pipeline_schedule": "gpipe", "micro_batch": 8}),
         Case(model="Q3", layout={"pp": 4}, train={"pipeline_schedule": "gpipe", "micro_batch": 4}),
@@ -209,6 +213,8 @@ PACKED_FAST = [
     Case(model="Q3", layout={"pp": 2}),
     Case(model="G3", layout={"cp": 2}),
     Case(model="MOE", layout={"cp": 2}),
+    Case(model="OSS", layout={"cp": 2}),
+    Case(model="MOE", layout={"pp": 2}),
     Case(model="MI_SW", layout={"pp": 2, "cp": 2, "zero": 1}),
 ]
 """several rows in a sequence"""
@@ -235,7 +241,7 @@ def _packed() -> list[Case]:
         cases += [
             Case(model=model, layout=layout)
             for layout in (*split, *alone)
-            if ("pp" in layout) <= (model != "MOE") and (model != "MOE0" or "pp" in layout)
+            if model != "MOE0" or "pp" in layout
         ]
     for schedule in SCHEDULES:
         train: dict[str, Any] = {"pipeline_schedule": schedule, "micro_batch": 1}

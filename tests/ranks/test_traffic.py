@@ -172,13 +172,16 @@ def test_ledger_of_experts(tmp_path: Path, layout: dict[str, int], checkpointing
         ("PHI", {"tp": 4}, "none"),
         ("PHI", {"fsdp": 2, "tp": 2, "sequence_parallel": True}, "full"),
         ("GPT2", {"dp": 2, "fsdp": 2}, "full"),
+        ("MOE", {"pp": 2}, "none"),
+        ("MOE", {"pp": 2, "tp": 2, "sequence_parallel": True}, "full"),
     ],
     ids=str,
 )
 def test_ledger_of_other_families(
     tmp_path: Path, name: str, layout: dict[str, Any], checkpointing: str
 ) -> None:
-    """Layers of two kinds, shared experts, a latent, fused matrices."""
+    """Layers of two kinds, shared experts, a latent, fused matrices, a balance loss in a
+    pipeline."""
     check_ledger(save_model(name, tmp_path / name), layout, checkpointing=checkpointing)
 
 

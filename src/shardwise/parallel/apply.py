@@ -15,6 +15,7 @@ from shardwise.parallel.expert import apply_expert_parallel, experts_of
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
 from shardwise.parallel.recompute import apply_checkpointing
+from shardwise.parallel.routing import Routing
 from shardwise.parallel.sharded import Part, ShardedModel
 from shardwise.parallel.tensor import apply_tensor_parallel
 from shardwise.planner.stages import StageSpec, stages_of
@@ -36,7 +37,8 @@ def parallelize(
     """
     stages = stages_of(plan, facts)
     specs = [spec for spec in stages if spec.rank == mesh.rank("pp")]
-    parts = tuple(_part(build(), spec, plan, facts, mesh) for spec in specs)
+    routing = _routing(facts, mesh) if facts.has_balance_loss else None
+    parts = tuple(_part(build(), spec, plan, facts, mesh, routing) for spec in specs)
     pipeline = None
     if plan.layout.pp > 1:
         pipeline = Pipeline(
@@ -47,6 +49,7 @@ def parallelize(
             hidden_size=facts.hidden_size,
             sequence_parts=plan.layout.sequence_parts,
             dtype=DTYPES[plan.precision.compute],
+            routing=routing,
         )
     return ShardedModel(
         parts=parts,
@@ -54,11 +57,26 @@ def parallelize(
         tied=facts.tied,
         embedding=facts.family.names.embedding,
         pipeline=pipeline,
+        routing=routing,
+    )
+
+
+def _routing(facts: ModelFacts, mesh: Mesh) -> Routing:
+    return Routing(
+        mesh=mesh,
+        num_experts=facts.num_experts,
+        num_chosen=facts.experts_per_token,
+        num_layers=sum(kind.has_experts for kind in facts.layers),
     )
 
 
 def _part(
-    model: PreTrainedModel, spec: StageSpec, plan: Plan, facts: ModelFacts, mesh: Mesh
+    model: PreTrainedModel,
+    spec: StageSpec,
+    plan: Plan,
+    facts: ModelFacts,
+    mesh: Mesh,
+    routing: Routing | None,
 ) -> Part:
     """One stage. The order matters:
     1. pipeline: take out what other stages have, so that nothing more is done to it;
@@ -73,7 +91,7 @@ def _part(
     serving, layout = plan.task == "serve", plan.layout
     root, partial = model, {}
     if layout.pp > 1:
-        root = Stage(model, spec, sequence_parts=layout.sequence_parts)
+        root = Stage(model, spec, sequence_parts=layout.sequence_parts, routing=routing)
     layers = [layer for layer in decoder_layers(model) if not isinstance(layer, Absent)]
     experts = experts_of(layers) if layout.ep > 1 else []
     for module in experts:

@@ -6,9 +6,9 @@ names stay those of the model, and so do positions and masks, which the model it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,12 @@ from transformers import PreTrainedModel
 
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.routing import Routing
 from shardwise.planner.stages import SCHEDULES, StageSpec
 
-LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""hidden states, and in a mixture with a balance loss what the routers chose (`routing.py`)"""
+LossFunction = Callable[[Output, torch.Tensor], torch.Tensor]
 
 _CLASSES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -58,14 +61,23 @@ class Stage(nn.Module):
     The last stage gives the input of the head, whose logits are made with the loss.
     """
 
-    def __init__(self, model: PreTrainedModel, spec: StageSpec, *, sequence_parts: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: StageSpec,
+        *,
+        sequence_parts: int,
+        routing: Routing | None,
+    ) -> None:
         """Take out of `model` what the stage does not own.
 
         Args:
             sequence_parts: ranks that split the sequence of the hidden states between them.
+            routing: where the choices of the routers go on with the hidden states.
         """
         super().__init__()
         self.model = model
+        self._routing = routing
         self._received: Received | None = None
         self._sequence_parts = sequence_parts
         layers = decoder_layers(model)
@@ -79,24 +91,42 @@ class Stage(nn.Module):
             model.base_model.norm = Absent()
             model.set_output_embeddings(Absent())
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        tally: torch.Tensor | None = None,
+        *,
+        position_ids: torch.Tensor | None = None,
+        real: torch.Tensor | None = None,
+    ) -> Output:
         """Run the stage.
 
         Args:
             x: ids [rows, tokens] for the first stage, else hidden states
                 [rows, tokens / sequence parts, hidden].
+            tally: what the routers of earlier stages chose.
             position_ids: [rows, tokens], where rows are packed; None: each token's column.
+            real: [rows, tokens], of which tokens the choices count; None: of none.
         """
+        output = self._run(x, position_ids)
+        if self._routing is None or real is None:
+            return output.last_hidden_state
+        own = self._routing.tally(output.router_logits, real, position_ids)
+        if not own.requires_grad:  # no layer here has experts
+            own.requires_grad_()
+        return output.last_hidden_state, own if tally is None else tally + own
+
+    def _run(self, x: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
         body = self.model.base_model
         options = {"position_ids": position_ids, "use_cache": False}
         if self._received is None:
-            return body(input_ids=x, **options).last_hidden_state
+            return body(input_ids=x, **options)
         # positions and masks are made for the length of this; its values are never used
         rows, tokens, width = x.shape
         carrier = x.new_zeros(()).expand(rows, tokens * self._sequence_parts, width)
         self._received.hidden = x
         try:
-            return body(inputs_embeds=carrier, **options).last_hidden_state
+            return body(inputs_embeds=carrier, **options)
         finally:
             self._received.hidden = None
 
@@ -114,6 +144,8 @@ class Pipeline:
     sequence_parts: int
     dtype: torch.dtype
     """of the hidden states that are sent"""
+    routing: Routing | None
+    """where what the routers chose is sent with them"""
 
     @property
     def splits_backward(self) -> bool:
@@ -123,7 +155,7 @@ class Pipeline:
     def run(
         self,
         ids: torch.Tensor,
-        positions: torch.Tensor | None,
+        inputs: Mapping[str, torch.Tensor],
         targets: torch.Tensor,
         loss_function: LossFunction,
         num_micro_batches: int,
@@ -132,15 +164,16 @@ class Pipeline:
 
         Args:
             ids: [micro-batches x rows, tokens]; the same on every rank of the `pp` axis.
-            positions: of the same shape, for every stage; None: each token's column.
-            targets: of the same shape.
-            loss_function: (input of the head, targets) of a micro-batch -> scalar.
+            inputs: of the same shape, by name, what every stage gets besides (`Stage.forward`).
+            targets: [micro-batches x rows, ...].
+            loss_function: (output of the last stage, targets) of a micro-batch -> scalar.
 
         Returns:
             The sum of the losses on the rank that has the last stage, zero elsewhere.
         """
         rows = len(ids) // num_micro_batches
-        stages = [self._stage(spec, module, rows, ids) for spec, module in self.stages]
+        packed = "position_ids" in inputs
+        stages = [self._stage(spec, module, ids[:rows], packed) for spec, module in self.stages]
         several = SCHEDULES[self.schedule].stages_per_rank > 1
         runner = _CLASSES[self.schedule](
             stages if several else stages[0],
@@ -154,7 +187,7 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         runner.step(
             *arguments,
-            **({} if positions is None else {"position_ids": positions}),
+            **inputs,
             target=targets if has_loss else None,
             losses=losses if has_loss else None,
             return_outputs=False,
@@ -165,7 +198,7 @@ class Pipeline:
     def run_forward(
         self,
         ids: torch.Tensor,
-        positions: torch.Tensor | None,
+        inputs: Mapping[str, torch.Tensor],
         targets: torch.Tensor,
         loss_function: LossFunction,
         num_micro_batches: int,
@@ -176,18 +209,18 @@ class Pipeline:
         group = self.mesh.group("pp")
         total = torch.zeros((), device=ids.device)
         sent = []
-        num = num_micro_batches
-        where = [None] * num if positions is None else positions.chunk(num)
-        chunks = zip(ids.chunk(num), where, targets.chunk(num), strict=True)
-        for batch_ids, batch_positions, batch_targets in chunks:
+        rows = len(ids) // num_micro_batches
+        for begin in range(0, len(ids), rows):
+            own = slice(begin, begin + rows)
+            batch_ids, options = ids[own], {name: x[own] for name, x in inputs.items()}
             hidden = batch_ids
             for spec, module in self.stages:
                 if not spec.is_first and self.ranks[spec.index - 1] != spec.rank:
                     hidden = self._empty(batch_ids)
                     dist.recv(hidden, group=group, group_src=self.ranks[spec.index - 1])
-                hidden = module(hidden, batch_positions)
+                hidden = module(hidden, **options)
                 if spec.is_last:
-                    total += loss_function(hidden, batch_targets)
+                    total += loss_function(hidden, targets[own])
                 elif self.ranks[spec.index + 1] != spec.rank:
                     hidden = hidden.contiguous()
                     work = dist.isend(hidden, group=group, group_dst=self.ranks[spec.index + 1])
@@ -199,23 +232,28 @@ class Pipeline:
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(self._hidden_shape(like), dtype=self.dtype, device=like.device)
 
-    def _hidden_shape(self, ids: torch.Tensor) -> tuple[int, int, int]:
+    def _hidden_shape(self, ids: torch.Tensor) -> tuple[int, ...]:
         return len(ids), ids.shape[1] // self.sequence_parts, self.hidden_size
 
     def _stage(
-        self, spec: StageSpec, module: nn.Module, rows: int, ids: torch.Tensor
+        self, spec: StageSpec, module: nn.Module, ids: torch.Tensor, packed: bool
     ) -> PipelineStage:
         """torch's view of a stage; shapes are told, so that none is found out by a trial run."""
-        hidden = torch.empty(
-            self._hidden_shape(ids[:rows]), dtype=self.dtype, device="meta", requires_grad=True
+        shapes = [(self._hidden_shape(ids), self.dtype)]
+        if self.routing is not None:
+            num_rows = self.routing.num_rows(ids, packed=packed)
+            shapes.append(((num_rows, self.routing.width), torch.float32))
+        between = tuple(
+            torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+            for shape, dtype in shapes
         )
-        first = torch.empty(rows, ids.shape[1], dtype=ids.dtype, device="meta")
+        first = (torch.empty_like(ids, device="meta"),)
         return PipelineStage(
             module,
             spec.index,
             spec.num_stages,
             ids.device,
-            input_args=first if spec.is_first else hidden,
-            output_args=hidden,
+            input_args=first if spec.is_first else between,
+            output_args=between,
             group=self.mesh.group("pp"),
         )

@@ -15,6 +15,7 @@ from shardwise.models.facts import HEAD
 from shardwise.parallel.grads import local_part, sum_in_one
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.routing import Routing
 from shardwise.planner.stages import StageSpec
 
 
@@ -41,6 +42,8 @@ class ShardedModel:
     embedding: str
     """name of what the head may be tied to"""
     pipeline: Pipeline | None
+    routing: Routing | None = None
+    """of a mixture of experts with a balance loss"""
 
     @property
     def model(self) -> PreTrainedModel:

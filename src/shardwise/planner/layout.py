@@ -83,11 +83,6 @@ def _why_not_expert(layout: Layout, facts: ModelFacts, task: str) -> str | None:
                 f"ep={layout.ep} does not divide the {number} {what}; ep sizes that work: "
                 f"{', '.join(map(str, sizes))}"
             )
-    if facts.has_balance_loss and layout.pp > 1:
-        return (
-            f"pp={layout.pp}: the router's balance loss is one of all layers together, which a "
-            "pipeline does not have in one place; set output_router_logits to false in config.json"
-        )
     return None
 
 

@@ -277,7 +277,16 @@ def _received_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
     tokens = local_tokens(plan) // layout.sequence_parts
     ways = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
     one = tokens * facts.hidden_size * plan.precision.compute_bytes
+    one += tally_bytes(plan, facts)
     return ways * train.num_micro_batches(layout) * one if layout.pp > 1 else 0
+
+
+def tally_bytes(plan: Plan, facts: ModelFacts) -> int:
+    """What a stage sends on of the routers' choices in a micro-batch, for the balance loss."""
+    if not facts.has_balance_loss:
+        return 0
+    rows = local_tokens(plan) * plan.layout.cp if plan.train.packing else plan.train.micro_batch
+    return rows * 2 * facts.num_experts * FP32
 
 
 def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:

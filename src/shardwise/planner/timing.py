@@ -19,6 +19,7 @@ from shardwise.planner.memory import (
     local_tokens,
     recomputed_layers,
     stages_of_rank,
+    tally_bytes,
 )
 from shardwise.planner.stages import (
     StageSpec,
@@ -78,8 +79,9 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
     activations are recomputed, which stops at the last thing that is needed) and the gradients of
     their inputs backward, or gathers and scatters them under sequence parallelism; and two numbers
     a token for the loss.
-    A pipeline sends each micro-batch's hidden states on and their gradients back, and sums the
-    gradients of a tied embedding over its two ends. Scalars (loss, norm) are left out.
+    A pipeline sends each micro-batch's hidden states on and their gradients back, what routers
+    chose with them where there is a balance loss, and sums the gradients of a tied embedding over
+    its two ends. Scalars (loss, norm) are left out.
 
     tests/ranks/test_traffic.py compares it with the collectives that a real step runs.
 
@@ -188,6 +190,9 @@ def _pipeline_traffic(
     if others:
         count = len(others) * train.num_micro_batches(layout)
         lines.append(Collective(axis="pp", op="send", count=count, num_bytes=hidden))
+        if facts.has_balance_loss:
+            tally = tally_bytes(plan, facts)
+            lines.append(Collective(axis="pp", op="send", count=count, num_bytes=tally))
     at_one_end = sum(stage.is_first or stage.is_last for stage in stages) == 1
     if facts.tied and at_one_end:
         table = _fsdp_share(

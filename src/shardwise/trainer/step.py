@@ -6,7 +6,7 @@ micro-batches) / (their number), and the number is known before the first backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from shardwise.errors import ShardwiseError
 from shardwise.parallel.data import begin_micro_batch, let_go
 from shardwise.parallel.grads import clip, global_norm, local_part
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import LossFunction
+from shardwise.parallel.pipeline import LossFunction, Output
 from shardwise.parallel.replicas import check_no_gradients, check_replicas
+from shardwise.parallel.routing import Routing
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
 from shardwise.trainer.balance import balance_loss_sum
@@ -80,15 +81,16 @@ def _accumulate(sharded: ShardedModel, batches: Sequence[Batch], total: int) -> 
     """Forward and backward of every micro-batch; the step's loss, equal on every rank."""
     mesh = sharded.mesh
     if sharded.pipeline is not None:
-        loss = _run_pipeline(sharded, sharded.pipeline.run, batches, total)
+        run = sharded.pipeline.run
+        loss = _run_pipeline(sharded, run, batches, total, sharded.routing)
     else:
         (part,) = sharded.parts
         loss = torch.zeros((), device=mesh.device)
         for number, batch in enumerate(batches, start=1):
             begin_micro_batch(part.root, mesh.layout, is_last=number == len(batches))
-            own, whole = _batch_losses(part.model, batch, mesh)
-            (own / total).backward()
-            loss += whole / total
+            one = _batch_loss(sharded, batch) / total
+            one.backward()
+            loss += one.detach()
     return mesh.sum_over(loss, mesh.data_axes)
 
 
@@ -105,7 +107,8 @@ def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> flo
             loss += _run_pipeline(sharded, sharded.pipeline.run_forward, some, total)
     else:
         for batch in batches:
-            loss += _batch_loss_sum(sharded.model, batch, mesh) / total
+            hidden = _run_body(sharded.model, batch).logits
+            loss += head_loss(hidden, _head(sharded.model), batch.targets, mesh) / total
     sharded.train()
     for part in sharded.parts:
         let_go(part.root)
@@ -115,47 +118,59 @@ def evaluate(sharded: ShardedModel, batches: Sequence[Batch], mesh: Mesh) -> flo
 def _run_pipeline(
     sharded: ShardedModel,
     run: Callable[
-        [torch.Tensor, torch.Tensor | None, torch.Tensor, LossFunction, int], torch.Tensor
+        [torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor, LossFunction, int], torch.Tensor
     ],
     batches: Sequence[Batch],
     total: int,
+    routing: Routing | None = None,
 ) -> torch.Tensor:
-    """All micro-batches through all stages; the loss of this rank's rows, on every stage."""
+    """All micro-batches through all stages; the loss of this rank's rows, on every stage.
+
+    Args:
+        routing: where the balance loss is a part of it.
+    """
     mesh, last = sharded.mesh, sharded.parts[-1]  # if this rank has the last stage, it is here
     twice = sharded.pipeline is not None and sharded.pipeline.splits_backward
-    ids = torch.cat([batch.ids for batch in batches])
-    targets = torch.cat([batch.targets for batch in batches])
-    given = [batch.positions for batch in batches if batch.positions is not None]
-    positions = torch.cat(given) if given else None
+    fields = [torch.cat(tensors) for tensors in zip(*map(_given, batches), strict=True)]
+    ids, targets, real, *positions = fields
+    inputs = dict(zip(("position_ids",), positions, strict=False))
+    if routing is not None:
+        inputs["real"] = real
+        targets = torch.stack(fields[1:], dim=1)  # as long, what the balance loss needs of rows
 
-    def loss_function(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return head_loss(hidden, _head(last.model), targets, mesh, twice=twice) / total
+    def loss_function(output: Output, targets: torch.Tensor) -> torch.Tensor:
+        if routing is None or not isinstance(output, tuple):
+            return head_loss(output, _head(last.model), targets, mesh, twice=twice) / total
+        hidden, tally = output
+        targets, real, *positions = targets.unbind(1)
+        loss = head_loss(hidden, _head(last.model), targets, mesh, twice=twice)
+        rows = Batch(targets, targets, real.bool(), *positions)
+        return (loss + _weighted_balance(last.model, tally, rows, routing)) / total
 
-    return mesh.sum_over(run(ids, positions, targets, loss_function, len(batches)), ["pp"])
+    return mesh.sum_over(run(ids, inputs, targets, loss_function, len(batches)), ["pp"])
 
 
-def _batch_loss_sum(model: PreTrainedModel, batch: Batch, mesh: Mesh) -> torch.Tensor:
-    """Sum of the cross-entropy over a micro-batch's trained tokens (fp32 scalar)."""
-    return head_loss(_run_body(model, batch).logits, _head(model), batch.targets, mesh)
+def _given(batch: Batch) -> list[torch.Tensor]:
+    return [tensor for tensor in batch if tensor is not None]
 
 
-def _batch_losses(
-    model: PreTrainedModel, batch: Batch, mesh: Mesh
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is differentiated, on this rank, and its part of the whole loss (fp32 scalars).
+def _batch_loss(sharded: ShardedModel, batch: Batch) -> torch.Tensor:
+    """What a micro-batch adds to the loss (fp32 scalar): cross-entropy over its trained tokens,
+    and the balance of its experts."""
+    output = _run_body(sharded.model, batch)
+    loss = head_loss(output.logits, _head(sharded.model), batch.targets, sharded.mesh)
+    routing = sharded.routing
+    if routing is None:
+        return loss
+    tally = routing.tally(output.router_logits, batch.real, batch.positions)
+    return loss + _weighted_balance(sharded.model, tally, batch, routing)
 
-    They differ where the ranks of `tp` each have a part of the router's balance loss.
-    """
-    output = _run_body(model, batch)
-    loss = head_loss(output.logits, _head(model), batch.targets, mesh)
-    if not getattr(model.config, "output_router_logits", False):
-        return loss, loss.detach()
-    chosen, weight = model.config.num_experts_per_tok, model.config.router_aux_loss_coef
-    balance = balance_loss_sum(output.router_logits, batch, mesh, num_chosen=chosen)
-    whole = balance.detach().clone()
-    if mesh.layout.sequence_parallel:
-        mesh.sum_over(whole, ["tp"])
-    return loss + weight * balance, loss.detach() + weight * whole
+
+def _weighted_balance(
+    model: PreTrainedModel, tally: torch.Tensor, batch: Batch, routing: Routing
+) -> torch.Tensor:
+    balance = balance_loss_sum(tally, batch.targets, batch.real, batch.positions, routing)
+    return model.config.router_aux_loss_coef * balance
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
