@@ -120,8 +120,9 @@ PIPELINE = (
         name="pipelines-gradients-not-divided",
         history="pytorch/torchtitan#2972",
         file="trainer/step.py",
-        old="twice=twice) / total\n\n    return mesh.sum_over(",
-        new="twice=twice)\n\n    return 1 / total * mesh.sum_over(",
+        old="return head_loss(output, _head(last.model), targets, mesh, twice=twice) / total",
+        new="loss = head_loss(output, _head(last.model), targets, mesh, twice=twice)\n"
+        "            return loss + (loss / total - loss).detach()",
         proof=_PIPELINE,
     ),
     Fault(
@@ -185,8 +186,8 @@ PIPELINE = (
         name="loss-reported-by-the-last-stage-only",
         history="pytorch/torchtitan#547",
         file="trainer/step.py",
-        old='mesh.sum_over(run(ids, positions, targets, loss_function, len(batches)), ["pp"])',
-        new="run(ids, positions, targets, loss_function, len(batches))",
+        old='mesh.sum_over(run(ids, inputs, targets, loss_function, len(batches)), ["pp"])',
+        new="run(ids, inputs, targets, loss_function, len(batches))",
         proof=_PIPELINE,
     ),
     Fault(

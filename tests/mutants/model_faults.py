@@ -25,10 +25,8 @@ LOSS = (
         name="mean-of-micro-batch-means",
         history="huggingface/transformers#34191",
         file="trainer/step.py",
-        old="own, whole = _batch_losses(part.model, batch, mesh)",
-        new="own, whole = _batch_losses(part.model, batch, mesh)\n"
-        "            factor = total / max(1, num_targets([batch]) * len(batches))\n"
-        "            own, whole = own * factor, whole * factor",
+        old="one = _batch_loss(sharded, batch) / total",
+        new="one = _batch_loss(sharded, batch) / max(1, num_targets([batch]) * len(batches))",
         proof=TOKENS + "test_accumulation_and_ranks_with_uneven_token_counts",
     ),
     Fault(
@@ -45,8 +43,8 @@ LOSS = (
         name="divided-again-by-accumulation",
         history="huggingface/accelerate#3533",
         file="trainer/step.py",
-        old="(own / total).backward()",
-        new="(own / total / len(batches)).backward()",
+        old="one.backward()",
+        new="(one / len(batches)).backward()",
         proof=parity("ODD-fsdp=2"),
     ),
     Fault(

@@ -76,9 +76,9 @@ PACKING = (
         name="evaluation-in-a-pipeline-without-positions",
         history="KempnerInstitute/KempnerForge#204",
         file="parallel/pipeline.py",
-        old="hidden = module(hidden, batch_positions)",
+        old="hidden = module(hidden, **options)",
         new="whole = torch.arange(batch_ids.shape[1]).expand_as(batch_ids)\n"
-        "                hidden = module(hidden, whole)",
+        "                hidden = module(hidden, position_ids=whole)",
         proof=_TESTS + "test_evaluation_of_packed_rows[{'pp': 2}]",
     ),
     Fault(
@@ -92,9 +92,9 @@ PACKING = (
     Fault(
         name="balance-of-the-whole-sequence",
         history="pytorch/torchtitan#2061",
-        file="trainer/balance.py",
-        old="numbers * length + columns - batch.positions",
-        new="(numbers * length).expand_as(batch.ids)",
+        file="parallel/routing.py",
+        old="numbers * length + columns - positions",
+        new="(numbers * length).expand_as(real)",
         proof=_packed("MOE-cp=2"),
     ),
     Fault(

@@ -173,6 +173,7 @@ def test_ledger_of_experts(tmp_path: Path, layout: dict[str, int], checkpointing
         ("PHI", {"fsdp": 2, "tp": 2, "sequence_parallel": True}, "full"),
         ("GPT2", {"dp": 2, "fsdp": 2}, "full"),
         ("MOE", {"pp": 2}, "none"),
+        ("MOE", {"cp": 2}, "none"),
         ("MOE", {"pp": 2, "tp": 2, "sequence_parallel": True}, "full"),
     ],
     ids=str,

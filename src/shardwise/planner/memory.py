@@ -283,10 +283,12 @@ def _received_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
 
 def tally_bytes(plan: Plan, facts: ModelFacts) -> int:
     """What a stage sends on of the routers' choices in a micro-batch, for the balance loss."""
-    if not facts.has_balance_loss:
-        return 0
-    rows = local_tokens(plan) * plan.layout.cp if plan.train.packing else plan.train.micro_batch
-    return rows * 2 * facts.num_experts * FP32
+    return tally_rows(plan) * 2 * facts.num_experts * FP32 if facts.has_balance_loss else 0
+
+
+def tally_rows(plan: Plan) -> int:
+    """Rows of a micro-batch that are counted apart: packed ones may begin at any token."""
+    return local_tokens(plan) * plan.layout.cp if plan.train.packing else plan.train.micro_batch
 
 
 def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:

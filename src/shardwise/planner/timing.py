@@ -20,6 +20,7 @@ from shardwise.planner.memory import (
     recomputed_layers,
     stages_of_rank,
     tally_bytes,
+    tally_rows,
 )
 from shardwise.planner.stages import (
     StageSpec,
@@ -117,6 +118,8 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
         lines += _tensor_traffic(plan, facts, stages)
     if layout.pp > 1:
         lines += _pipeline_traffic(plan, facts, stages)
+    if facts.has_balance_loss and any(stage.is_last for stage in stages):
+        lines += _balance_traffic(plan, facts)
     return lines
 
 
@@ -149,6 +152,20 @@ def _expert_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
         Collective(axis="ep", op="all_to_all", count=4 * passes + 2 * again, num_bytes=num_bytes),
         Collective(axis="ep", op="all_to_all", count=passes + again, num_bytes=counts),
     ]
+
+
+def _balance_traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
+    """How often each expert was chosen for a row, and how many tokens it has, over the ranks that
+    have a part of it."""
+    layout, count = plan.layout, plan.train.num_micro_batches(plan.layout)
+    rows = tally_rows(plan)
+    chosen, counts = (rows * n * FP32 for n in (facts.num_experts, facts.num_experts + 2))
+    lines = []
+    if layout.sequence_parallel:
+        lines.append(Collective(axis="tp", op="all_reduce", count=count, num_bytes=chosen))
+    if layout.cp > 1:
+        lines.append(Collective(axis="cp", op="all_reduce", count=count, num_bytes=counts))
+    return lines
 
 
 def _num_mixtures(layers: Counter[LayerKind]) -> int:

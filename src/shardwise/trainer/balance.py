@@ -35,20 +35,20 @@ def balance_loss_sum(
         to the loss. Those of `tp` get the gradient of a part each, and the value of all: what is
         counted is counted over all ranks that have a part of the rows.
     """
-    mesh, numbers_of = routing.mesh, routing.rows_of
-    numbers, num_rows = numbers_of(real, positions)
+    mesh = routing.mesh
+    numbers, num_rows = routing.rows_of(real, positions)
     chosen, sums = tally.chunk(2, dim=1)
-    num_real = sums_of_rows(real, numbers, num_rows)[:, None]
-    num_targets = sums_of_rows(targets != IGNORE, numbers, num_rows)
     chosen = chosen.detach().contiguous()
     if mesh.layout.sequence_parallel:
         dist.all_reduce(chosen, group=mesh.group("tp"))
+    ours = torch.stack((real, targets != IGNORE), dim=-1)
+    counts = torch.cat((chosen, sums_of_rows(ours, numbers, num_rows)), dim=1)
     if mesh.layout.cp > 1:
-        for counts in (chosen, num_real, num_targets):
-            dist.all_reduce(counts, group=mesh.group("cp"))
+        dist.all_reduce(counts, group=mesh.group("cp"))
+    chosen, num_real, num_targets = counts.split((routing.num_experts, 1, 1), dim=1)
     num_tokens = (num_real * routing.num_layers).clamp(min=1.0)
-    shares, means = chosen / num_tokens, sums / num_tokens
-    part = (num_targets * routing.num_experts * (shares * means).sum(1)).sum()
+    products = (chosen / num_tokens) * (sums / num_tokens)
+    part = (num_targets * routing.num_experts * products.sum(1, keepdim=True)).sum()
     if not mesh.layout.sequence_parallel:
         return part
     whole = mesh.sum_over(part.detach().clone(), ["tp"])

@@ -144,8 +144,9 @@ def _run_pipeline(
         hidden, tally = output
         targets, real, *positions = targets.unbind(1)
         loss = head_loss(hidden, _head(last.model), targets, mesh, twice=twice)
-        rows = Batch(targets, targets, real.bool(), *positions)
-        return (loss + _weighted_balance(last.model, tally, rows, routing)) / total
+        where = positions[0] if positions else None
+        balance = balance_loss_sum(tally, targets, real.bool(), where, routing)
+        return (loss + _balance_weight(last.model) * balance) / total
 
     return mesh.sum_over(run(ids, inputs, targets, loss_function, len(batches)), ["pp"])
 
@@ -163,14 +164,12 @@ def _batch_loss(sharded: ShardedModel, batch: Batch) -> torch.Tensor:
     if routing is None:
         return loss
     tally = routing.tally(output.router_logits, batch.real, batch.positions)
-    return loss + _weighted_balance(sharded.model, tally, batch, routing)
-
-
-def _weighted_balance(
-    model: PreTrainedModel, tally: torch.Tensor, batch: Batch, routing: Routing
-) -> torch.Tensor:
     balance = balance_loss_sum(tally, batch.targets, batch.real, batch.positions, routing)
-    return model.config.router_aux_loss_coef * balance
+    return loss + _balance_weight(sharded.model) * balance
+
+
+def _balance_weight(model: PreTrainedModel) -> float:
+    return model.config.router_aux_loss_coef
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
