@@ -71,8 +71,8 @@ EXPERTS = (
         name="balance-loss-detached",
         history="huggingface/transformers#48687",
         file="trainer/step.py",
-        old="return model.config.router_aux_loss_coef * balance",
-        new="return model.config.router_aux_loss_coef * balance.detach()",
+        old="return loss + _balance_weight(sharded.model) * balance",
+        new="return loss + _balance_weight(sharded.model) * balance.detach()",
         proof=_BALANCE,
     ),
     Fault(
@@ -93,7 +93,7 @@ EXPERTS = (
     ),
     Fault(
         name="balance-loss-of-the-last-stage",
-        history="NVIDIA/Megatron-LM#7452",
+        history="databricks/megablocks#85",
         file="parallel/pipeline.py",
         old="own if tally is None else tally + own",
         new="own",
@@ -101,7 +101,7 @@ EXPERTS = (
     ),
     Fault(
         name="balance-loss-of-other-stages-detached",
-        history="huggingface/transformers#48687",
+        history="pytorch/torchtitan#2061",
         file="parallel/pipeline.py",
         old="own if tally is None else tally + own",
         new="own if tally is None else tally.detach() + own",
