@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,8 +136,11 @@ def check_peaks(
     shardwise.train(answer.chosen.plan, data=rows, out=tmp_path / "run")
     *peaks, step = compare(tmp_path / "run")
     assert len(peaks) == shape.world_size
-    worst = max(row.measured for row in peaks if row.measured is not None)
-    assert peaks[0].planned == pytest.approx(worst, rel=0.08)
+    planned = [row.planned for row in peaks if row.planned is not None]
+    measured = [row.measured for row in peaks if row.measured is not None]
+    assert max(planned) == pytest.approx(max(measured), rel=0.08)
+    # of the others less is asked: their peak may lie at another moment than the plan looks at
+    assert planned == pytest.approx(measured, rel=0.15)
     assert step.measured is not None
 
 
@@ -151,6 +155,38 @@ MIXTURE = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
+}
+
+
+LATENT = {
+    **MIXTURE,
+    "intermediate_size": 1536,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 192,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "tie_word_embeddings": False,
+}
+SINKS = {
+    **MIXTURE,
+    "intermediate_size": 768,
+    "head_dim": 64,
+    "num_local_experts": 8,
+    "sliding_window": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+FUSED = {
+    **{key: value for key, value in SHAPE.items() if key != "tie_word_embeddings"},
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
 }
 
 
@@ -174,3 +210,32 @@ def test_peak_memory_of_experts_is_as_planned(
 ) -> None:
     """Random experts are used about evenly, as the plan takes them to be."""
     check_peaks(mixture, rows, tmp_path, layout, ["train.micro_batch=4", "train.global_batch=8"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "shape", "layout"),
+    [
+        ("DeepseekV3Config", LATENT, {"fsdp": 2}),
+        ("DeepseekV3Config", LATENT, {"fsdp": 2, "ep": 2}),
+        ("DeepseekV3Config", LATENT, {"tp": 2, "sequence_parallel": True}),
+        ("GptOssConfig", SINKS, {"fsdp": 2}),
+        ("GptOssConfig", SINKS, {"fsdp": 2, "ep": 2}),
+        ("Phi3Config", FUSED, {"tp": 2}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) and len(value) < 3 else None,
+)
+def test_peak_memory_of_other_families_is_as_planned(
+    rows: Path, tmp_path: Path, config: str, shape: dict[str, Any], layout: dict[str, int]
+) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**shape), dtype=torch.bfloat16
+    )
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    settings = ["train.micro_batch=4", "train.global_batch=8"]
+    check_peaks(tmp_path / "model", rows, tmp_path, layout, settings)

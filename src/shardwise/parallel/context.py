@@ -169,6 +169,8 @@ def apply_context(model: PreTrainedModel, mesh: Mesh, *, packed: bool) -> None:
     for module in model.modules():
         if hasattr(module, "is_causal"):  # every attention, and nothing else
             module.shardwise_context = context
+        if hasattr(module, "expand_kv") and num_ranks > 1:
+            module.expand_kv = _of_whole_sequence(module.expand_kv, context)
     if packed:
         return
 
@@ -181,6 +183,18 @@ def apply_context(model: PreTrainedModel, mesh: Mesh, *, packed: bool) -> None:
         return (hidden, positions, *args[2:]), kwargs
 
     model.base_model.rotary_emb.register_forward_pre_hook(true_positions, with_kwargs=True)
+
+
+def _of_whole_sequence(expand: Callable[..., Any], context: Context) -> Callable[..., Any]:
+    """Keys and values of a latent attention are made of a narrow latent that all heads share: it is
+    what crosses ranks (of DeepSeek-V3 a seventieth), and each rank expands the whole of it."""
+
+    def gather_and_expand(latent: torch.Tensor, shared_key: torch.Tensor) -> Any:
+        both = torch.cat((latent, shared_key), dim=-1)
+        sizes = latent.shape[-1], shared_key.shape[-1]
+        return expand(*_GatherSequence.apply(both, context).split(sizes, dim=-1))
+
+    return gather_and_expand
 
 
 def _context_attention(
@@ -196,10 +210,8 @@ def _context_attention(
     """Attention of this rank's queries [sequences, heads, tokens, head_dim] to all keys before
     them in their row."""
     context: Context = module.shardwise_context
-    if context.group is not None:
-        both = torch.cat((key, value), dim=-1)  # a latent makes keys and values of other widths
-        sizes = key.shape[-1], value.shape[-1]
-        key, value = _GatherSequence.apply(both, context).split(sizes, dim=-1)
+    if context.group is not None and key.shape[2] == query.shape[2]:  # else they are whole
+        key, value = _GatherSequence.apply(torch.cat((key, value), dim=-1), context).chunk(2, -1)
     outputs = []
     for piece in context.pieces(query.shape[2], position_ids):
         queries = query[piece.sequences, :, piece.columns]
@@ -221,7 +233,7 @@ def _context_attention(
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Every rank's chunks [rows, heads, tokens, keys and values], in the order of the sequence; the
+    """Every rank's chunks [rows, heads, tokens, numbers], in the order of the sequence; the
     gradients are summed, and each rank gets those of its own chunks."""
 
     @staticmethod

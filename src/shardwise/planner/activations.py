@@ -133,7 +133,8 @@ def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int, *, packed
         return chunks if packed else 0
     tp, parts = layout.tp, min(layout.tp, facts.num_kv_heads)
     heads, kv_heads = facts.num_heads // tp, facts.num_kv_heads // parts
-    return 2 * _head_width(facts) * (heads * layout.cp - kv_heads) * c + chunks
+    latents = (layout.cp - 1) * facts.latent.kv_rank * c if facts.latent else 0
+    return 2 * _head_width(facts) * (heads * layout.cp - kv_heads) * c + chunks + latents
 
 
 def selective_bytes_per_token(facts: ModelFacts, kind: LayerKind, layout: Layout, c: int) -> int:

@@ -125,7 +125,11 @@ def _layer_cost(plan: Plan, facts: ModelFacts, kind: LayerKind) -> float:
     length = plan.train.seq_len
     window = min(kind.window or length, length)
     seen = window - window * window / (2 * length)  # on average; half of a sequence without window
-    return facts.num_active_parameters(kind) + (facts.q_size + facts.attention_size) * seen
+    products = facts.num_active_parameters(kind)
+    if facts.latent is not None:  # every rank of `cp` expands the latent of the whole sequence
+        expanded = facts.num_heads * (facts.latent.nope_dim + facts.latent.v_dim)
+        products += (plan.layout.cp - 1) * facts.latent.kv_rank * expanded
+    return products + (facts.q_size + facts.attention_size) * seen
 
 
 def head_cost(facts: ModelFacts) -> float:

@@ -175,11 +175,12 @@ def _num_mixtures(layers: Counter[LayerKind]) -> int:
 def _context_traffic(
     plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]
 ) -> list[Collective]:
-    """Keys and values of the whole sequence, to each rank; their gradients back."""
+    """Keys and values of the whole sequence, or the latent of which they are made, to each rank;
+    their gradients back."""
     layout, c = plan.layout, plan.precision.compute_bytes
     layers = sum(len(stage.layers) for stage in stages)
     count = layers * plan.train.num_micro_batches(layout)
-    kv = (facts.k_size + facts.v_size) // min(layout.tp, facts.num_kv_heads)
+    kv = facts.cache_size // (1 if facts.latent else min(layout.tp, facts.num_kv_heads))
     whole = kv * c * local_tokens(plan) * layout.cp
     again = recomputed_layers(plan, facts, stages).total()
     gathers = count + again * plan.train.num_micro_batches(layout)
