@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import Train
 from shardwise.errors import ShardwiseError
-from shardwise.parallel.data import begin_micro_batch, let_go
+from shardwise.parallel.data import begin_micro_batch, let_go, sum_over_replicas
 from shardwise.parallel.grads import clip, global_norm, local_part
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import LossFunction
@@ -84,11 +84,14 @@ def _accumulate(sharded: ShardedModel, batches: Sequence[Batch], total: int) -> 
     else:
         (part,) = sharded.parts
         loss = torch.zeros((), device=mesh.device)
-        for number, batch in enumerate(batches, start=1):
-            begin_micro_batch(part.root, mesh.layout, is_last=number == len(batches))
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            begin_micro_batch(part, mesh.layout, is_first=index == 0, is_last=is_last)
             own, whole = _batch_losses(part.model, batch, mesh)
             (own / total).backward()
             loss += whole / total
+        if mesh.layout.sums_by_itself:
+            sum_over_replicas(part.root, mesh)
     return mesh.sum_over(loss, mesh.data_axes)
 
 
