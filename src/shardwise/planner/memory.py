@@ -25,6 +25,9 @@ torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0
 _SLACK = {"cpu": 0.03, "accelerator": 0.15}
 """Allocator overhead as a share of the tensors. CPU: measured with the settings of
 launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.24."""
+_KEPT = 0.06
+"""Share of the tensors that a training process on CPU holds besides, in freed blocks that it keeps
+for their next use; measured as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,10 +209,29 @@ def predict_memory(plan: Plan, facts: ModelFacts) -> Memory:
     else:
         ranks = (_training(plan, facts, rank) for rank in worst_ranks(plan, facts))
         parts = max(ranks, key=lambda parts: sum(parts.values()))
-    where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
     tensors = sum(parts.values())
-    reserve = _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * tensors)
-    return Memory(**parts, reserve=reserve)
+    least = _least_reserve(plan, tensors)
+    kept = 0
+    if plan.task == "full" and plan.devices.kind == "cpu":
+        kept = math.ceil(_KEPT * tensors)
+    capacity = plan.devices.memory_gib
+    if capacity is not None and tensors + least + kept > capacity * GIB:
+        kept = 0  # memory comes before speed
+    return Memory(**parts, reserve=least + kept)
+
+
+def keeps_freed_blocks(plan: Plan, memory: Memory) -> bool:
+    """Whether a rank on CPU has room to keep freed blocks for their next use.
+
+    Args:
+        memory: what `predict_memory` says of the plan.
+    """
+    return memory.reserve > _least_reserve(plan, memory.total - memory.reserve)
+
+
+def _least_reserve(plan: Plan, tensors: int) -> int:
+    where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
+    return _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * tensors)
 
 
 def state_bytes(facts: ModelFacts) -> int:

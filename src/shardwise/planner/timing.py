@@ -73,7 +73,8 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
 
     Parameters are gathered in the compute dtype: by ZeRO-3 each layer twice a micro-batch (forward
     and backward) and the outer group once, by ZeRO-2 everything once a micro-batch, by ZeRO-1 once
-    a step. Gradients are reduced in the dtype that the plan says, then summed over the replicas.
+    a step. Gradients are reduced in the dtype that the plan says, then summed over the replicas; on
+    CPU both cross in messages between pairs of ranks, and only replicas sum each gradient at once.
     Tensor parallelism sums the outputs of attention and MLP forward (attention again when
     activations are recomputed, which stops at the last thing that is needed) and the gradients of
     their inputs backward, or gathers and scatters them under sequence parallelism; and two numbers
@@ -376,7 +377,6 @@ def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> St
         compute_s=longer * step_flops(plan, facts, rank) / flops,
         memory_s=moved / machine.memory_bytes_per_s,
         collectives_s=sum(
-            line.count * machine.collective_s(line.op, line.num_bytes)
-            for line in traffic(plan, facts, rank)
+            line.count * machine.collective_s(line.op, line.num_bytes) for line in ledger
         ),
     )

@@ -23,6 +23,7 @@ from shardwise.parallel.pipeline import LossFunction
 from shardwise.parallel.replicas import check_no_gradients, check_replicas
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
+from shardwise.probe.process import give_back_freed_blocks
 from shardwise.trainer.balance import balance_loss_sum
 from shardwise.trainer.data.batches import Batch, num_targets
 from shardwise.trainer.loss import head_loss_sum
@@ -171,6 +172,8 @@ def head_loss(
         targets: [rows, tokens], for each position the token that should come next.
         twice: whether the backward pass is run once for inputs and once more for weights.
     """
+    if mesh.device.type == "cpu":
+        give_back_freed_blocks()  # a step's peak is here, so nothing may lie unused
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
     if group is not None:
         hidden = region_of(mesh).enter(hidden)
