@@ -354,7 +354,7 @@ SHARDS = (
         file="parallel/data.py",
         old="part.sums.of_one_pass = is_first or not layout.reduces_once",
         new="part.sums.of_one_pass = True",
-        proof=f"{_IN_BF16}[{{'fsdp': 2, 'zero': 1}}-two passes]",
+        proof=f"{_IN_BF16}[zero1 twice]",
     ),
     Fault(
         name="gradients-of-replicas-not-summed",
