@@ -347,12 +347,14 @@ def _received_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
 
 
 def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
-    """One chunk of logits, which become their own gradient, and the gradient of the head's
-    weight, summed in fp32; in bf16 also a copy of the chunk and the sum's last product."""
+    """One chunk of logits, which become their own gradient (in bf16 also a copy of the chunk), and
+    the gradient of the head's weight: of several chunks, it is summed in fp32 and cast after."""
     vocab, c = -(-facts.vocab_size // plan.layout.tp), plan.precision.compute_bytes
-    copy = 0 if c == FP32 else c
-    chunk = vocab * min(tokens, LOSS_CHUNK_TOKENS) * (FP32 + copy)
-    return chunk + vocab * facts.hidden_size * (FP32 + copy)
+    chunk = vocab * min(tokens, LOSS_CHUNK_TOKENS) * (FP32 if c == FP32 else FP32 + c)
+    weight = vocab * facts.hidden_size
+    if c == FP32 or tokens <= LOSS_CHUNK_TOKENS:
+        return chunk + weight * c
+    return weight * FP32 + max(chunk, weight * c)
 
 
 def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
