@@ -27,7 +27,8 @@ _SLACK = {"cpu": 0.03, "accelerator": 0.15}
 launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.24."""
 _KEPT_BYTES = int(0.11 * GIB)
 """What a training process on CPU holds besides, in freed blocks that it keeps for their next use:
-0.05 to 0.14 GiB by measurement, whatever the layout and however large the states."""
+0.05 to 0.14 GiB by measurement, whatever the layout and however large the states. In a pipeline it
+would be 0.3 GiB, with so many passes under way: there nothing is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,8 @@ def predict_memory(plan: Plan, facts: ModelFacts) -> Memory:
         parts = max(ranks, key=lambda parts: sum(parts.values()))
     tensors = sum(parts.values())
     least = _least_reserve(plan, tensors)
-    kept = _KEPT_BYTES if plan.task == "full" and plan.devices.kind == "cpu" else 0
+    trains_here = plan.task == "full" and plan.devices.kind == "cpu"
+    kept = _KEPT_BYTES if trains_here and plan.layout.pp == 1 else 0
     capacity = plan.devices.memory_gib
     if capacity is not None and tensors + least + kept > capacity * GIB:
         kept = 0  # memory comes before speed
