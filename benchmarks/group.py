@@ -15,15 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.workload import NUM_RANKS
+from shardwise.launch.local import GIVE_BACK_FREED_BLOCKS, KEEP_FREED_BLOCKS
 
 ROOT = Path(__file__).parents[1]
 ALLOCATORS: dict[str, dict[str, str]] = {
-    # what shardwise.launch.local sets for its ranks
-    "ours": {
-        "MALLOC_MMAP_THRESHOLD_": str(128 * 2**10),
-        "MALLOC_TRIM_THRESHOLD_": str(128 * 2**10),
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    },
+    "ours": KEEP_FREED_BLOCKS,
+    "lean": GIVE_BACK_FREED_BLOCKS,
     "default": {},
 }
 _POLL_S = 0.05

@@ -97,6 +97,12 @@ class Layout(Config):
         """
         return self.zero == 1 or self.num_shards == 1 or self.pp > 1
 
+    @property
+    def sums_by_itself(self) -> bool:
+        """Whether gradients of replicas are summed after the last backward pass, where they are,
+        and not by FSDP, which shards nothing here. torch's pipelines call FSDP's own sum."""
+        return self.num_shards == self.num_expert_shards == self.pp == 1
+
     def __str__(self) -> str:
         axes = {a: getattr(self, a) for a in ("pp", "dp", "fsdp", "cp", "tp", "ep")}
         text = " x ".join(f"{a}={n}" for a, n in axes.items() if n > 1) or "one process"

@@ -331,3 +331,41 @@ REPLICAS = (
         proof=_DRIFT + "[pp2]",
     ),
 )
+
+_SUMS = "tests/ranks/test_shards.py::test_sums_are_added_in_fp32_in_the_order_of_the_ranks"
+_IN_BF16 = "tests/ranks/test_traffic.py::test_ledger_in_bf16"
+
+SHARDS = (
+    Fault(
+        name="one-ranks-gradients-not-in-the-sum",
+        history="meta-pytorch/torchcomms#477",
+        file="parallel/shards.py",
+        old="for part in parts[1:]:",
+        new="for part in parts[1:-1] or parts[1:]:",
+        proof=f"{_SUMS}[3-65543]",
+    ),
+    Fault(
+        name="sum-in-the-dtype-that-is-sent",
+        history="pytorch/pytorch#106395",
+        file="parallel/shards.py",
+        old="total += term[: len(total)].copy_(part[piece])",
+        new="total.copy_(total.to(part.dtype) + part[piece])",
+        proof=f"{_SUMS}[2-65543]",
+    ),
+    Fault(
+        name="accumulated-gradients-sent-in-bf16",
+        history="deepspeedai/DeepSpeed#1800",
+        file="parallel/data.py",
+        old="part.sums.of_one_pass = is_first or not layout.reduces_once",
+        new="part.sums.of_one_pass = True",
+        proof=f"{_IN_BF16}[zero1 twice]",
+    ),
+    Fault(
+        name="gradients-of-replicas-not-summed",
+        history="kohya-ss/sd-scripts#924",
+        file="parallel/data.py",
+        old='if mesh.size("dp") > 1:',
+        new='if mesh.size("dp") > 2:',
+        proof=parity("LL-dp=2"),
+    ),
+)

@@ -5,7 +5,7 @@ To add one: a row in one of the tables below. A fault that changes no number bel
 
 from __future__ import annotations
 
-from tests.mutants.axis_faults import CONTEXT, KV_HEADS, PIPELINE, REPLICAS, SEQUENCE
+from tests.mutants.axis_faults import CONTEXT, KV_HEADS, PIPELINE, REPLICAS, SEQUENCE, SHARDS
 from tests.mutants.expert_faults import EXPERTS, FAMILIES
 from tests.mutants.fault import Fault
 from tests.mutants.model_faults import LOSS, TENSOR, VOCABULARY
@@ -28,4 +28,5 @@ FAULTS: tuple[Fault, ...] = (
     *ROWS,
     *CONTINUED,
     *REPLICAS,
+    *SHARDS,
 )

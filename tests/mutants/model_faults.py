@@ -115,8 +115,8 @@ LOSS = (
         name="chunks-weight-gradient-summed-in-bf16",
         history="axolotl-ai-cloud/axolotl#1601",
         file="trainer/loss.py",
-        old="torch.zeros_like(weight, dtype=torch.float32)",
-        new="torch.zeros_like(weight)",
+        old="torch.float32 if several else weight.dtype",
+        new="weight.dtype",
         proof="tests/unit/test_loss.py::test_bf16_logits_and_gradients_are_summed_in_fp32",
     ),
     Fault(

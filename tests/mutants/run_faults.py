@@ -87,8 +87,8 @@ STEP = (
         name="last-micro-batch-not-reduced",
         history="deepspeedai/DeepSpeed#7985",
         file="parallel/data.py",
-        old="root.set_requires_gradient_sync(is_last)",
-        new="root.set_requires_gradient_sync(not is_last)",
+        old="root.set_requires_gradient_sync(is_last and",
+        new="root.set_requires_gradient_sync(not is_last and",
         proof=parity("ODD-fsdp=2-zero=1"),
     ),
     Fault(

@@ -12,7 +12,17 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise import console
-from shardwise.config import GIB, PLAN_FILE, Devices, Layout, Plan, Precision, Prediction, Train
+from shardwise.config import (
+    GIB,
+    PLAN_FILE,
+    Devices,
+    Layout,
+    Memory,
+    Plan,
+    Precision,
+    Prediction,
+    Train,
+)
 from shardwise.errors import UserError, missing_extra
 from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
@@ -21,7 +31,7 @@ from shardwise.models.facts import read_facts
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
-from shardwise.planner.memory import predict_memory, stage_bytes
+from shardwise.planner.memory import keeps_freed_blocks, predict_memory, stage_bytes
 from shardwise.planner.search import MEMORY_EVIDENCE
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
@@ -49,9 +59,7 @@ def check_model(plan: Plan) -> Plan:
     index = open_model_index(plan.model, facts)
     for warning in verify(index, facts):
         console.out.print(f"note: {warning}")
-    memory, capacity = predict_memory(plan, facts), plan.devices.memory_gib
-    if capacity is None and plan.devices.kind == "cpu":
-        capacity = host_gib() / plan.layout.world_size
+    memory, capacity = _memory(plan), _capacity_gib(plan)
     need = memory.total / GIB
     if capacity is not None and need > capacity:
         raise UserError(
@@ -67,6 +75,19 @@ def check_model(plan: Plan) -> Plan:
         )
         plan = plan.model_copy(update={"predicted": evidence})
     return plan
+
+
+def _memory(plan: Plan) -> Memory:
+    """Planned memory of the worst rank, on devices as large as they are here."""
+    devices = plan.devices.model_copy(update={"memory_gib": _capacity_gib(plan)})
+    return predict_memory(plan.model_copy(update={"devices": devices}), read_facts(plan.model))
+
+
+def _capacity_gib(plan: Plan) -> float | None:
+    """Memory of one device; on CPU, where the plan leaves it open, an equal part of the host's."""
+    if plan.devices.memory_gib is None and plan.devices.kind == "cpu":
+        return host_gib() / plan.layout.world_size
+    return plan.devices.memory_gib
 
 
 def start_train(
@@ -224,6 +245,9 @@ def _job(
         device_type=device,
         num_processes=plan.layout.world_size,
         timeout_s=timeout_s,
+        # a probe measures what training will find
+        keeps_freed_blocks=kind == "probe"
+        or (kind == "train" and keeps_freed_blocks(plan, _memory(plan))),
     )
 
 

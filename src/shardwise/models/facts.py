@@ -186,14 +186,16 @@ class ModelFacts:
         }
 
     @cached_property
+    def outer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameters outside the layers: embeddings, last norm and, if untied, the head."""
+        layers = f"{self.family.names.layers}."
+        shapes = self.parameter_shapes.items()
+        return {name: shape for name, shape in shapes if not name.startswith(layers)}
+
+    @cached_property
     def num_outer_parameters(self) -> int:
-        """Parameters outside the layers: embedding, last norm and, if untied, the head."""
-        prefix = f"{self.family.names.layers}."
-        return sum(
-            math.prod(shape)
-            for name, shape in self.parameter_shapes.items()
-            if not name.startswith(prefix)
-        )
+        """All parameters outside the layers."""
+        return sum(map(math.prod, self.outer_shapes.values()))
 
     @cached_property
     def num_parameters(self) -> int:

@@ -89,7 +89,7 @@ def _part(
     Weights are loaded afterwards, each rank reading only its own slices.
     """
     serving, layout = plan.task == "serve", plan.layout
-    root, partial = model, {}
+    root, partial, sums = model, {}, None
     if layout.pp > 1:
         root = Stage(model, spec, sequence_parts=layout.sequence_parts, routing=routing)
     layers = [layer for layer in decoder_layers(model) if not isinstance(layer, Absent)]
@@ -106,5 +106,5 @@ def _part(
         if plan.train.compile:
             for layer in layers:
                 layer.compile()
-        apply_fsdp(root, layers, experts, mesh, plan)
-    return Part(model=model, root=root, spec=spec, partial=partial)
+        sums = apply_fsdp(root, layers, experts, mesh, plan)
+    return Part(model=model, root=root, spec=spec, partial=partial, sums=sums)

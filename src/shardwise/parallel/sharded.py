@@ -16,6 +16,7 @@ from shardwise.parallel.grads import local_part, sum_in_one
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.routing import Routing
+from shardwise.parallel.shards import SumShards
 from shardwise.planner.stages import StageSpec
 
 
@@ -30,6 +31,8 @@ class Part:
     partial: Mapping[str, str]
     """parameter name -> axis over which its gradient is still to be summed after the backward
     pass, because each rank of the axis has seen only a part of its use"""
+    sums: SumShards | None = None
+    """what sums the shards of its gradients, where that is not left to the device's own library"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,10 @@ torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0
 _SLACK = {"cpu": 0.03, "accelerator": 0.15}
 """Allocator overhead as a share of the tensors. CPU: measured with the settings of
 launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.24."""
+_KEPT_BYTES = int(0.11 * GIB)
+"""What a training process on CPU holds besides, in freed blocks that it keeps for their next use:
+0.05 to 0.14 GiB by measurement, whatever the layout and however large the states. In a pipeline it
+would be 0.3 GiB, with so many passes under way: there nothing is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +180,28 @@ def stage_bytes(plan: Plan, facts: ModelFacts) -> list[int] | None:
 
 
 def _with_reserve(plan: Plan, parts: dict[str, int]) -> Memory:
-    where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
     tensors = sum(parts.values())
-    reserve = _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * tensors)
-    return Memory(**parts, reserve=reserve)
+    least = _least_reserve(plan, tensors)
+    trains_here = plan.task == "full" and plan.devices.kind == "cpu"
+    kept = _KEPT_BYTES if trains_here and plan.layout.pp == 1 else 0
+    capacity = plan.devices.memory_gib
+    if capacity is not None and tensors + least + kept > capacity * GIB:
+        kept = 0  # memory comes before speed
+    return Memory(**parts, reserve=least + kept)
+
+
+def keeps_freed_blocks(plan: Plan, memory: Memory) -> bool:
+    """Whether a rank on CPU has room to keep freed blocks for their next use.
+
+    Args:
+        memory: what `predict_memory` says of the plan.
+    """
+    return memory.reserve > _least_reserve(plan, memory.total - memory.reserve)
+
+
+def _least_reserve(plan: Plan, tensors: int) -> int:
+    where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
+    return _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * tensors)
 
 
 def state_bytes(facts: ModelFacts) -> int:
@@ -292,12 +314,14 @@ def tally_rows(plan: Plan) -> int:
 
 
 def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
-    """One chunk of logits, which become their own gradient, and the gradient of the head's
-    weight, summed in fp32; in bf16 also a copy of the chunk and the sum's last product."""
+    """One chunk of logits, which become their own gradient (in bf16 also a copy of the chunk), and
+    the gradient of the head's weight: of several chunks, it is summed in fp32 and cast after."""
     vocab, c = -(-facts.vocab_size // plan.layout.tp), plan.precision.compute_bytes
-    copy = 0 if c == FP32 else c
-    chunk = vocab * min(tokens, LOSS_CHUNK_TOKENS) * (FP32 + copy)
-    return chunk + vocab * facts.hidden_size * (FP32 + copy)
+    chunk = vocab * min(tokens, LOSS_CHUNK_TOKENS) * (FP32 if c == FP32 else FP32 + c)
+    weight = vocab * facts.hidden_size
+    if c == FP32 or tokens <= LOSS_CHUNK_TOKENS:
+        return chunk + weight * c
+    return weight * FP32 + max(chunk, weight * c)
 
 
 def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:

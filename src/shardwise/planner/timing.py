@@ -75,7 +75,8 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
 
     Parameters are gathered in the compute dtype: by ZeRO-3 each layer twice a micro-batch (forward
     and backward) and the outer group once, by ZeRO-2 everything once a micro-batch, by ZeRO-1 once
-    a step. Gradients are reduced in the dtype that the plan says, then summed over the replicas.
+    a step. Gradients are reduced in the dtype that the plan says, then summed over the replicas; on
+    CPU both cross in messages between pairs of ranks, and only replicas sum each gradient at once.
     Tensor parallelism sums the outputs of attention and MLP forward (attention again when
     activations are recomputed, which stops at the last thing that is needed) and the gradients of
     their inputs backward, or gathers and scatters them under sequence parallelism; and two numbers
@@ -89,27 +90,15 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
     Args:
         rank: position on the `pp` axis.
     """
-    layout, c, r = plan.layout, plan.precision.compute_bytes, plan.precision.reduce_bytes
+    layout = plan.layout
     stages = stages_of_rank(plan, facts, rank)
-    sizes = RankSizes.of(facts, layout, stages)
-    num_micro = plan.train.num_micro_batches(layout)
     lines = []
-    for axis, group, count, is_layer in _fsdp_groups(sizes, facts, plan, stages):
-        num_ranks = layout.num_shards if axis == "fsdp" else layout.num_expert_shards
-        gathers = 1 if layout.zero == 1 else num_micro
-        if layout.zero == 3 and is_layer:
-            gathers *= 2
-        reductions = 1 if layout.reduces_once else num_micro
-        moved: list[tuple[str, Op, int, int]] = [
-            (axis, "all_gather", count * gathers, group * c),
-            (axis, "reduce_scatter", count * reductions, group * r),
-            ("dp", "all_reduce", count * reductions, -(-group // num_ranks) * r),
-        ]
-        lines += [
-            Collective(axis=over, op=op, count=times, num_bytes=num_bytes)
-            for over, op, times, num_bytes in moved
-            if (layout.dp if over == "dp" else num_ranks) > 1
-        ]
+    for group in _fsdp_groups(plan, facts, stages):
+        lines += _shard_traffic(plan, group)
+        if layout.dp > 1 and not layout.sums_by_itself:
+            lines.append(_all_reduce(plan, group.reductions, group.shard))
+    if layout.dp > 1 and layout.sums_by_itself:
+        lines += [_all_reduce(plan, count, size) for size, count in _parameters(facts, layout)]
     if layout.ep > 1:
         lines += _expert_traffic(plan, facts, stages)
     if layout.cp > 1:
@@ -123,18 +112,90 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
     return lines
 
 
-def _fsdp_groups(
-    sizes: RankSizes, facts: ModelFacts, plan: Plan, stages: Sequence[StageSpec]
-) -> list[tuple[str, int, int, bool]]:
-    """Axis and values of each FSDP group of a rank, how many are like it, and whether they are of
-    layers."""
-    groups = []
+@dataclass(frozen=True, kw_only=True)
+class _Groups:
+    """FSDP groups of a rank that are alike: each is gathered and reduced in one piece."""
+
+    axis: str
+    num_ranks: int
+    """that share one"""
+    values: int
+    """of one group"""
+    gathers: int
+    """of all of them in a step"""
+    reductions: int
+
+    @property
+    def shard(self) -> int:
+        """Values of one group that a rank keeps."""
+        return -(-self.values // self.num_ranks)
+
+
+def _fsdp_groups(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[_Groups]:
+    """The groups of a rank's layers, and what is outside of them."""
+    layout, sizes = plan.layout, RankSizes.of(facts, plan.layout, stages)
+    found = []
     for layers in sizes.layers:
-        groups.append(("fsdp", layers.values - layers.experts, layers.count, True))
+        found.append(("fsdp", layers.values - layers.experts, layers.count, True))
         if layers.experts:
-            groups.append(("efsdp", layers.experts, layers.count, True))
+            found.append(("efsdp", layers.experts, layers.count, True))
     outer = [RankSizes.of(facts, plan.layout, [stage]).outer for stage in stages]
-    return groups + [("fsdp", values, 1, False) for values in outer if values]
+    found += [("fsdp", values, 1, False) for values in outer if values]
+    num_micro = plan.train.num_micro_batches(layout)
+    gathers = 1 if layout.zero == 1 else num_micro
+    return [
+        _Groups(
+            axis=axis,
+            num_ranks=layout.num_shards if axis == "fsdp" else layout.num_expert_shards,
+            values=values,
+            gathers=count * gathers * (2 if layout.zero == 3 and is_layer else 1),
+            reductions=count * (1 if layout.reduces_once else num_micro),
+        )
+        for axis, values, count, is_layer in found
+    ]
+
+
+def _shard_traffic(plan: Plan, group: _Groups) -> list[Collective]:
+    """Of the axis that shares the states. On CPU ranks send each other what they need."""
+    c, r = plan.precision.compute_bytes, plan.precision.reduce_bytes
+    n, layout = group.num_ranks, plan.layout
+    if n == 1:
+        return []
+    moved: list[tuple[Op, int, int]] = [
+        ("all_gather", group.gathers, group.values * c),
+        ("reduce_scatter", group.reductions, group.values * r),
+    ]
+    if plan.devices.kind == "cpu":
+        # what one backward pass has made crosses in the dtype in which it was made
+        of_one_pass = not layout.reduces_once or plan.train.num_micro_batches(layout) == 1
+        sent = min(c, r) if of_one_pass and layout.pp == 1 else r
+        moved = [
+            ("send", group.gathers * (n - 1), group.shard * c),
+            ("all_to_all", group.reductions, group.values * sent),
+        ]
+    return [
+        Collective(axis=group.axis, op=op, count=count, num_bytes=num_bytes)
+        for op, count, num_bytes in moved
+    ]
+
+
+def _all_reduce(plan: Plan, count: int, values: int) -> Collective:
+    """Gradients summed over the replicas."""
+    num_bytes = values * plan.precision.reduce_bytes
+    return Collective(axis="dp", op="all_reduce", count=count, num_bytes=num_bytes)
+
+
+def _parameters(facts: ModelFacts, layout: Layout) -> list[tuple[int, int]]:
+    """Values of each parameter that a rank holds, without a pipeline, and how many are like it."""
+    layers = [
+        (math.prod(param.shape), count)
+        for kind, count in layer_counts(facts).items()
+        for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values()
+    ]
+    table = -(-facts.vocab_size // layout.tp) * facts.hidden_size
+    others = [math.prod(shape) for shape in facts.outer_shapes.values()]
+    whole = facts.vocab_size * facts.hidden_size
+    return [*layers, *((table if size == whole else size, 1) for size in others)]
 
 
 def _expert_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[Collective]:
@@ -332,12 +393,16 @@ def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> St
     updates = (
         sizes.total / layout.num_shards * FP32 * 7
     )  # AdamW reads four tensors and writes three
-    ledger = traffic(plan, facts, rank)
-    sharded = sum(x.count * x.num_bytes for x in ledger if x.axis in ("dp", "fsdp", "efsdp"))
+    copied = sum(
+        group.values * (group.gathers * c + group.reductions * plan.precision.reduce_bytes)
+        for group in _fsdp_groups(plan, facts, stages)
+        if group.num_ranks > 1 or layout.dp > 1
+    )
     passes = (_TRAFFIC_PER_KEPT_BYTE * kept + logits) * tokens
     longer = 1 + bubble(plan)
+    ledger = traffic(plan, facts, rank)
     flops = machine.matmul_flops[plan.precision.compute]
-    moved = longer * passes + updates + _COPIES_PER_FSDP_BYTE * sharded
+    moved = longer * passes + updates + _COPIES_PER_FSDP_BYTE * copied
     return StepTime(
         compute_s=longer * step_flops(plan, facts, rank) / flops,
         memory_s=moved / machine.memory_bytes_per_s,

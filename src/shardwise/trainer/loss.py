@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from shardwise.planner.memory import LOSS_CHUNK_TOKENS
 
+_BLOCK = 4096
+"""rows of the head whose gradient is added up at a time"""
 IGNORE = -100
 """label of a token that is not trained (transformers' convention)"""
 
@@ -96,17 +98,20 @@ class _Grads:
         self._inputs = hidden, weight
         self.hidden = torch.empty_like(hidden)
         # the sum over chunks is in fp32, as it is inside a single product
-        self.weight = torch.zeros_like(weight, dtype=torch.float32)
+        several = len(hidden) > LOSS_CHUNK_TOKENS
+        self.weight = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
 
     def add(self, rows: slice, logits_grad: torch.Tensor) -> None:
         """Take in the gradient of some tokens' logits."""
         hidden, weight = self._inputs
         logits_grad = logits_grad.to(weight.dtype)
         torch.mm(logits_grad, weight, out=self.hidden[rows])
-        if weight.dtype == torch.float32:
+        if weight.dtype == self.weight.dtype:
             self.weight.addmm_(logits_grad.T, hidden[rows])
-        else:
-            self.weight += logits_grad.T @ hidden[rows]
+            return
+        for begin in range(0, len(weight), _BLOCK):  # the whole product need not exist
+            ids = slice(begin, begin + _BLOCK)
+            self.weight[ids] += logits_grad[:, ids].T @ hidden[rows]
 
 
 def _chunk(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import Train
 from shardwise.errors import ShardwiseError
-from shardwise.parallel.data import begin_micro_batch, let_go
+from shardwise.parallel.data import begin_micro_batch, let_go, sum_over_replicas
 from shardwise.parallel.grads import clip, global_norm, local_part
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import LossFunction, Output
@@ -24,6 +24,7 @@ from shardwise.parallel.replicas import check_no_gradients, check_replicas
 from shardwise.parallel.routing import Routing
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
+from shardwise.probe.process import give_back_freed_blocks
 from shardwise.trainer.balance import balance_loss_sum
 from shardwise.trainer.data.batches import Batch, num_targets
 from shardwise.trainer.loss import head_loss_sum
@@ -86,11 +87,14 @@ def _accumulate(sharded: ShardedModel, batches: Sequence[Batch], total: int) -> 
     else:
         (part,) = sharded.parts
         loss = torch.zeros((), device=mesh.device)
-        for number, batch in enumerate(batches, start=1):
-            begin_micro_batch(part.root, mesh.layout, is_last=number == len(batches))
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            begin_micro_batch(part, mesh.layout, is_first=index == 0, is_last=is_last)
             one = _batch_loss(sharded, batch) / total
             one.backward()
             loss += one.detach()
+        if mesh.layout.sums_by_itself:
+            sum_over_replicas(part.root, mesh)
     return mesh.sum_over(loss, mesh.data_axes)
 
 
@@ -186,6 +190,8 @@ def head_loss(
         targets: [rows, tokens], for each position the token that should come next.
         twice: whether the backward pass is run once for inputs and once more for weights.
     """
+    if mesh.device.type == "cpu":
+        give_back_freed_blocks()  # a step's peak is here, so nothing may lie unused
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
     if group is not None:
         hidden = region_of(mesh).enter(hidden)
