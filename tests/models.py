@@ -115,6 +115,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DS": ("DeepseekV3Config", DEEPSEEK),
     "DSQ": ("DeepseekV3Config", {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True}),
     "PHI": ("Phi3Config", {"tie_word_embeddings": False, "sliding_window": 8}),
+    "PHI_FULL": ("Phi3Config", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "GPT2": (
         "GPT2Config",
         {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "tie_word_embeddings": True},

@@ -171,7 +171,6 @@ LATENT = {
     "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
-    "tie_word_embeddings": False,
 }
 SINKS = {
     **MIXTURE,

@@ -157,6 +157,12 @@ RECOMPUTED = [
     Case(model="MI_SW", layout={"cp": 2}, train={"checkpointing": "selective"}),
     Case(model="MOE", layout={"fsdp": 2, "ep": 2}, train={"checkpointing": "full"}),
     Case(model="MIX", layout={"fsdp": 2, "ep": 2}, train={"checkpointing": "selective"}),
+    Case(model="MOE", layout={"pp": 2}, train={"checkpointing": "full"}),
+    Case(model="OSS", layout={"fsdp": 2}, train={"checkpointing": "selective"}),
+    Case(model="DS", layout={"cp": 2}, train={"checkpointing": "full"}),
+    Case(model="DS", layout={"fsdp": 2, "ep": 2}, train={"checkpointing": "selective"}),
+    Case(model="PHI", layout={"tp": 2}, train={"checkpointing": "selective"}),
+    Case(model="GPT2", layout={"fsdp": 2}, train={"checkpointing": "full"}),
 ]
 
 

@@ -147,6 +147,9 @@ def test_head_dim_is_not_hidden_size_over_heads() -> None:
     assert facts.k_size == facts.v_size == 2 * 32
 
 
+_SLIDING: dict[str, Any] = {"model_type": "gemma3_text", "num_key_value_heads": 3}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -163,8 +166,19 @@ def test_head_dim_is_not_hidden_size_over_heads() -> None:
         ({"attention_dropout": "x"}, ["attention_dropout is 'x'"]),
         ({"add_cross_attention": True}, ["add_cross_attention"]),
         ({"model_type": "gpt2", "n_embd": 8}, ["n_head is None"]),
-        ({"layer_types": 5}, ["layer_types is 5", "30 layers"]),
-        ({"layer_types": ["full_attention"]}, ["30 layers"]),
+        ({**_SLIDING, "layer_types": 5}, ["layer_types is 5", "30 layers"]),
+        ({**_SLIDING, "layer_types": ["full_attention"]}, ["30 layers"]),
+        ({**_SLIDING, "layer_types": ["chunked_attention"] * 30}, ["'chunked_attention'"]),
+        ({**_SLIDING, "sliding_window": None}, ["sliding_window is null"]),
+        ({"tie_word_embeddings": "false"}, ["tie_word_embeddings is 'false'"]),
+        ({"num_key_value_heads": 4}, ["9 attention heads", "4 KV heads"]),
+        ({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, ["'yarn'"]),
+        ({**DEEPSEEK_V3, "v_head_dim": 256}, ["v_head_dim=256"]),
+        ({**DEEPSEEK_V3, "n_group": 7}, ["256 experts in 7 groups"]),
+        ({**DEEPSEEK_V3, "output_router_logits": True}, ["no balance loss"]),
+        ({**DEEPSEEK_V3, "num_key_value_heads": 16}, ["num_key_value_heads=16"]),
+        ({**GPT_OSS_120B, "num_local_experts": None}, ["num_local_experts is None"]),
+        ({**GPT2, "n_head": 7}, ["7 heads", "768"]),
     ],
 )
 def test_configs_that_cannot_be_used(changes: dict[str, Any], words: list[str]) -> None:

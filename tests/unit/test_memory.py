@@ -79,6 +79,7 @@ def kept_bytes(
         ("MIX", "full_attention"),
         ("MOE", "full_attention"),
         ("PHI", "sliding_attention"),
+        ("PHI_FULL", "full_attention"),
         ("GPT2", "full_attention"),
         ("OSS", "full_attention"),
         ("OSS", "sliding_attention"),

@@ -17,8 +17,8 @@ from shardwise.models.layers import Latent, LayerKind, Param, layer_params
 CONFIG_FILE = "config.json"
 HEAD = "lm_head.weight"
 """name of what a model may tie to its embedding"""
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""that do not depend on the length of a row"""
+_DEFAULT_Q_RANK = 1536  # of transformers' config class
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0.0, 0),
     "use_sliding_window": (False,),
@@ -228,29 +228,36 @@ def read_facts(model: str | Path) -> ModelFacts:
 def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
     """The facts in the content of a config.json; `source` names it in errors."""
     family = _family(config, source)
-    _refuse_what_is_not_proved(config, source)
+    _refuse_what_is_not_proved(config, family, source)
     size = _Sizes(config, source, family.keys)
     num_heads = size.required("num_attention_heads")
     hidden_size = size.required("hidden_size")
     latent = _latent(config, family, size)
-    attention_bias = bool(config.get("attention_bias", family.default_attention_bias))
-    mlp_bias = bool(config.get("mlp_bias", False))
+    attention_bias = size.flag("attention_bias", family.default_attention_bias)
+    mlp_bias = size.flag("mlp_bias", False)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in _DTYPES:
         raise UserError(f"{source}: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
     width = 4 * hidden_size if family.mlp == "conv1d" else None
+    num_kv_heads = size.optional("num_key_value_heads", family.default_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise UserError(
+            f"{source}: {num_heads} attention heads are no multiple of {num_kv_heads} KV heads."
+        )
+    if hidden_size % num_heads and family.attention == "conv1d":
+        raise UserError(f"{source}: {num_heads} heads do not divide the width {hidden_size}.")
     return ModelFacts(
         family=family,
         hidden_size=hidden_size,
         intermediate_size=size.optional("intermediate_size", width),
         layers=_layer_kinds(config, family, size),
         num_heads=num_heads,
-        num_kv_heads=size.optional("num_key_value_heads", family.default_kv_heads or num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=latent.nope_dim + latent.rope_dim
         if latent
         else size.optional("head_dim", family.default_head_dim or hidden_size // num_heads),
         vocab_size=size.required("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", family.tied_by_default)),
+        tied=size.flag("tie_word_embeddings", family.tied_by_default),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
@@ -272,13 +279,21 @@ def _latent(config: Mapping[str, Any], family: Family, size: _Sizes) -> Latent |
             f"{size.source}: num_key_value_heads={config['num_key_value_heads']} with latent "
             f"attention is not proved; num_key_value_heads={heads} (as many as heads) is."
         )
-    return Latent(
-        q_rank=None if config.get("q_lora_rank") is None else size.required("q_lora_rank"),
+    no_latent = "q_lora_rank" in config and config["q_lora_rank"] is None
+    latent = Latent(
+        q_rank=None if no_latent else size.optional("q_lora_rank", _DEFAULT_Q_RANK),
         kv_rank=size.required("kv_lora_rank"),
         rope_dim=size.required("qk_rope_head_dim"),
         nope_dim=size.required("qk_nope_head_dim"),
         v_dim=size.required("v_head_dim"),
     )
+    if latent.rope_dim % 2 or latent.v_dim > latent.nope_dim + latent.rope_dim:
+        raise UserError(
+            f"{size.source}: qk_rope_head_dim={latent.rope_dim} must be even, and v_head_dim="
+            f"{latent.v_dim} at most qk_nope_head_dim + qk_rope_head_dim="
+            f"{latent.nope_dim + latent.rope_dim}."
+        )
+    return latent
 
 
 def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[str, Any]:
@@ -291,18 +306,25 @@ def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[st
             raise UserError(
                 f"{size.source}: {key}={config[key]!r} is not proved; {key}={value[0]!r} is."
             )
-    key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
-    balance = bool(config.get("output_router_logits", False))
+    balance = size.flag("output_router_logits", False)
     if balance and not row.balance_loss:
         raise UserError(
             f"{size.source}: transformers has no balance loss for {family.model_type}; set "
             "output_router_logits to false."
         )
+    key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+    num_experts, chosen = size.required(key), size.required("num_experts_per_tok")
+    groups = size.optional("n_group", 8) if row.corrected else 1
+    if chosen > num_experts or num_experts % groups:
+        raise UserError(
+            f"{size.source}: {chosen} of {num_experts} experts in {groups} groups; "
+            "num_experts_per_tok can be at most their number, and n_group must divide it."
+        )
     width = size.required(row.width)
     shared = size.required(row.shared) if row.shared else 0
     return {
-        "num_experts": size.required(key),
-        "experts_per_token": size.required("num_experts_per_tok"),
+        "num_experts": num_experts,
+        "experts_per_token": chosen,
         "expert_width": width,
         "shared_width": shared * width,
         "has_balance_loss": balance,
@@ -312,7 +334,14 @@ def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[st
 def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tuple[LayerKind, ...]:
     num_layers = size.required("num_hidden_layers")
     sliding = _sliding_layers(config, family, num_layers, size)
-    window = size.optional("sliding_window", family.default_window) if any(sliding) else None
+    window = None
+    if any(sliding):
+        if "sliding_window" in config and config["sliding_window"] is None:
+            raise UserError(
+                f"{size.source}: sliding_window is null, and {sum(sliding)} layers have a sliding "
+                f"window; set it to a number of tokens, such as {family.default_window}."
+            )
+        window = size.optional("sliding_window", family.default_window)
     dense = _dense_layers(config, family, num_layers, size)
     return tuple(
         LayerKind(
@@ -354,7 +383,7 @@ def _family(config: Mapping[str, Any], source: str) -> Family:
     return FAMILIES[str(model_type)]
 
 
-def _refuse_what_is_not_proved(config: Mapping[str, Any], source: str) -> None:
+def _refuse_what_is_not_proved(config: Mapping[str, Any], family: Family, source: str) -> None:
     """Settings under which a supported family computes something else.
 
     Rows are padded on the right without a mask, which only a causal model may not see; and some
@@ -371,10 +400,10 @@ def _refuse_what_is_not_proved(config: Mapping[str, Any], source: str) -> None:
             "their own are supported."
         )
     for kind in _rope_types(config):
-        if kind not in _ROPE_TYPES:
+        if kind not in family.rope_types:
             raise UserError(
                 f"{source}: rope type {kind!r} is not proved equal to one process; those that "
-                f"are: {', '.join(_ROPE_TYPES)}."
+                f"are: {', '.join(family.rope_types)}."
             )
 
 
@@ -405,12 +434,18 @@ def _sliding_layers(
     config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
 ) -> list[bool]:
     """For each layer whether it has a sliding window, as transformers' config classes decide."""
-    types = config.get("layer_types")
+    types = config.get("layer_types") if family.sliding in ("upper", "pattern") else None
     if types:
         if not isinstance(types, list) or len(types) != num_layers:
             raise UserError(
                 f"{size.source}: layer_types is {types!r}; expected one entry for each of the "
                 f"{num_layers} layers."
+            )
+        strange = sorted({str(kind) for kind in types} - set(_LAYER_TYPES))
+        if strange:
+            raise UserError(
+                f"{size.source}: layers of the type {strange[0]!r} are not proved; those that are: "
+                f"{', '.join(_LAYER_TYPES)}."
             )
         return [kind == "sliding_attention" for kind in types]
     if family.sliding == "all":
@@ -441,6 +476,15 @@ class _Sizes:
             raise UserError(
                 f"{self.source}: {key} is {value!r}; expected a whole number of at least {least}."
             )
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A setting that is on or off."""
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise UserError(f"{self.source}: {key} is {value!r}; expected true or false.")
         return value
 
     def optional(self, key: str, default: int | None, *, least: int = 1) -> int:

@@ -97,6 +97,8 @@ class Family:
     default_kv_heads: int | None = None
     """num_key_value_heads where the config has none; None: as many as attention heads"""
     tied_by_default: bool = False
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """kinds of rotary embedding that are proved: none that depends on the length of a row"""
     sliding: Literal["none", "all", "given", "upper", "pattern"] = "none"
     """which layers have a sliding window where the config has no `layer_types`: all if
     `sliding_window` is set or absent (given: only if set); those from `max_window_layers` up if
@@ -210,6 +212,7 @@ FAMILIES: dict[str, Family] = {
             norms=_LLAMA_NORMS,
             default_kv_heads=8,
             sliding="given",
+            keys={"num_experts": "num_local_experts"},
             experts=Experts(
                 stored=StoredExperts(
                     block="block_sparse_moe",
@@ -243,6 +246,7 @@ FAMILIES: dict[str, Family] = {
             default_kv_heads=8,
             sliding="pattern",
             default_window=128,
+            keys={"num_experts": "num_local_experts"},
             default_pattern=2,
             fp32_norm_output=True,
             experts=Experts(
@@ -275,6 +279,7 @@ FAMILIES: dict[str, Family] = {
             attention="fused",
             mlp="fused",
             sliding="given",
+            rope_types=("default",),  # transformers makes longrope of yarn
             dropouts={"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
             tp_rules=_FUSED,
             proved=_DENSE_KINDS,

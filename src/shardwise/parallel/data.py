@@ -41,6 +41,8 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[plan.precision.compute],
         reduce_dtype=DTYPES[plan.precision.reduce],
+        # what a module is given in fp32 (weights of experts, counts of choices) has its reasons
+        cast_forward_inputs=False,
     )
     layout = mesh.layout
     sums = SumShards(policy.param_dtype) if mesh.device.type == "cpu" else None

@@ -42,6 +42,8 @@ def _attention(facts: ModelFacts, layout: Layout, c: int) -> int:
     heads, kv_heads = facts.num_heads // tp, facts.num_kv_heads // parts
     width = _head_width(facts)
     kept = (facts.hidden_size + 2 * (heads + kv_heads) * width) * c + heads * FP32
+    if facts.family.attention == "fused":  # values are a part of the joint output, which stays
+        kept += (heads + kv_heads) * facts.head_dim * c
     if _copies_output(facts):
         kept += facts.attention_size // tp * c
     if facts.family.qk_norm:
@@ -112,7 +114,15 @@ def masked_bytes_per_token(
     """
     if kind.window is None or seq_len <= kind.window:
         return 0
-    return ((0 if packed else seq_len) + _repeated(facts, layout)) * c
+    return ((0 if packed else seq_len) + _repeated(facts, layout) - _joint(facts, layout)) * c
+
+
+def _joint(facts: ModelFacts, layout: Layout) -> int:
+    """Numbers of a fused projection's output that go when its values are copied."""
+    if facts.family.attention != "fused" or not _repeated(facts, layout):
+        return 0
+    parts = min(layout.tp, facts.num_kv_heads)
+    return (facts.num_heads // layout.tp + facts.num_kv_heads // parts) * facts.head_dim
 
 
 def _repeated(facts: ModelFacts, layout: Layout) -> int:
@@ -133,8 +143,14 @@ def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int, *, packed
         return chunks if packed else 0
     tp, parts = layout.tp, min(layout.tp, facts.num_kv_heads)
     heads, kv_heads = facts.num_heads // tp, facts.num_kv_heads // parts
-    latents = (layout.cp - 1) * facts.latent.kv_rank * c if facts.latent else 0
-    return 2 * _head_width(facts) * (heads * layout.cp - kv_heads) * c + chunks + latents
+    kept = 2 * _head_width(facts) * (heads * layout.cp - kv_heads) * c + chunks
+    # what is padded is copied for each of the two chunks, which see half a sequence twice
+    half = heads * _head_width(facts) * c // 2
+    if facts.family.sinks:
+        kept += 2 * half
+    if facts.latent is not None:
+        kept += half + (layout.cp - 1) * facts.latent.kv_rank * c
+    return kept - _joint(facts, layout) * c
 
 
 def selective_bytes_per_token(facts: ModelFacts, kind: LayerKind, layout: Layout, c: int) -> int:

@@ -1,4 +1,5 @@
-"""Where files and models name weights differently: experts, apart or stacked. No torch."""
+"""Where files and models name weights differently: experts apart or stacked, matrices fused or in
+parts, a body without its prefix. No torch."""
 
 from __future__ import annotations
 
