@@ -32,9 +32,9 @@ torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0
 _SLACK = {"cpu": 0.03, "accelerator": 0.15}
 """Allocator overhead as a share of the tensors. CPU: measured with the settings of
 launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.24."""
-_KEPT_BYTES = int(0.11 * GIB)
+_KEPT_BYTES = int(0.08 * GIB)
 """What a training process on CPU holds besides, in freed blocks that it keeps for their next use:
-0.05 to 0.14 GiB by measurement, whatever the layout and however large the states. In a pipeline it
+0.01 to 0.14 GiB by measurement, whatever the layout and however large the states. In a pipeline it
 would be 0.3 GiB, with so many passes under way: there nothing is kept."""
 
 
