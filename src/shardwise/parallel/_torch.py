@@ -12,6 +12,15 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+# FSDP labels its work in a profile, and not as often when a layer is computed again
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
 
 __all__ = [
     "AllGather",
