@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.config import Devices, Layout, Plan, Precision, parse, with_overrides
 from shardwise.errors import UserError
-from shardwise.models.facts import ModelFacts, read_facts
+from shardwise.models.facts import ModelFacts
+from shardwise.models.read import read_facts
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
 from shardwise.planner.search import Answer, search

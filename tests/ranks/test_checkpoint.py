@@ -122,6 +122,7 @@ def test_resume_on_the_same_or_another_layout(
     check_resume(model, tmp_path, written, read)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "written", "read"),
     [

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.errors import UserError
-from shardwise.models.facts import read_facts
+from shardwise.models.read import read_facts
 from shardwise.weights.index import INDEX_FILE, verify
 from shardwise.weights.names import open_model_index
 from shardwise.weights.save import DTYPES, export_model

@@ -19,7 +19,7 @@ def load_on_rank(rank: int, model_dir: str, layout: dict[str, int]) -> Any:
 
     from shardwise.config import Layout, Plan
     from shardwise.models.build import build_on_meta, materialise
-    from shardwise.models.facts import read_facts
+    from shardwise.models.read import read_facts
     from shardwise.parallel.apply import parallelize
     from shardwise.parallel.grads import local_part
     from shardwise.parallel.mesh import build_mesh

@@ -17,7 +17,7 @@ def norm_on_rank(rank: int, model_dir: str, layout: dict[str, int], limits: list
     import torch
 
     from shardwise.config import Layout, Plan
-    from shardwise.models.facts import read_facts
+    from shardwise.models.read import read_facts
     from shardwise.parallel.grads import clip, global_norm, local_part
     from shardwise.parallel.mesh import build_mesh
     from shardwise.weights.load import load_model

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.models.facts import read_facts
 from shardwise.models.families import FAMILIES
+from shardwise.models.read import read_facts
 from shardwise.weights.names import fused_parts
 from tests.models import model_config, save_model
 from tests.oracle import (

@@ -25,7 +25,7 @@ def count_on_rank(
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from shardwise.config import Plan, Precision, Train
-    from shardwise.models.facts import read_facts
+    from shardwise.models.read import read_facts
     from shardwise.parallel.mesh import build_mesh
     from shardwise.planner.timing import traffic
     from shardwise.trainer.optim import make_optimizer
@@ -185,6 +185,7 @@ def test_ledger_of_experts(tmp_path: Path, layout: dict[str, int], checkpointing
     check_ledger(model, layout, checkpointing=checkpointing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "checkpointing"),
     [

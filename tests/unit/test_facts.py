@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.models.facts import facts_of_config, read_facts
 from shardwise.models.families import FAMILIES
+from shardwise.models.read import facts_of_config, read_facts
 from tests.models import MODELS, model_config
 
 SMOLLM2: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.errors import UserError
-from shardwise.models.facts import read_facts
+from shardwise.models.read import read_facts
 from shardwise.weights.index import HEAD, INDEX_FILE, open_index, verify
 from tests.models import save_model
 

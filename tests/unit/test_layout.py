@@ -8,7 +8,8 @@ import pytest
 
 from shardwise.config import Layout, Plan, Serve, Train
 from shardwise.errors import UserError
-from shardwise.models.facts import ModelFacts, facts_of_config
+from shardwise.models.facts import ModelFacts
+from shardwise.models.read import facts_of_config
 from shardwise.planner.layout import check_plan, legal_layouts, legal_tp_sizes, why_illegal
 from tests.models import model_config
 

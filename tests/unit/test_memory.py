@@ -10,8 +10,8 @@ import torch
 
 from shardwise.config import GIB, Devices, Layout, Plan, Precision, Train
 from shardwise.models.attention import attention_of
-from shardwise.models.facts import facts_of_config
 from shardwise.models.families import FAMILIES
+from shardwise.models.read import facts_of_config
 from shardwise.parallel.context import apply_context
 from shardwise.planner.activations import (
     activation_bytes_per_token,

@@ -11,7 +11,7 @@ import pytest
 from shardwise.config import Layout, Plan, Train
 from shardwise.errors import UserError
 from shardwise.launch.rundir import check_resume, check_same_rows, claimed, tidy
-from shardwise.models.facts import facts_of_config
+from shardwise.models.read import facts_of_config
 from shardwise.trainer.data.chat import Example
 from shardwise.trainer.data.store import write_rows
 from shardwise.trainer.state import State, row_order

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.config import Layout, Plan, Train
-from shardwise.models.facts import facts_of_config
+from shardwise.models.read import facts_of_config
 from shardwise.planner.stages import (
     SCHEDULES,
     balance,

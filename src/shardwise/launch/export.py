@@ -8,7 +8,7 @@ from shardwise import console
 from shardwise.config import PLAN_FILE, Layout, Plan, load_plan
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.launch.start import start_check
-from shardwise.models.facts import CONFIG_FILE, read_facts
+from shardwise.models.read import CONFIG_FILE, read_facts
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 

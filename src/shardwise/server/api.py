@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from transformers import AutoTokenizer
 
 from shardwise.config import Plan
-from shardwise.models.facts import read_facts
+from shardwise.models.read import read_facts
 from shardwise.server.engine import Engine
 from shardwise.server.messages import Event, Request
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwise import console
 from shardwise.config import Plan
-from shardwise.models.facts import read_facts
+from shardwise.models.read import read_facts
 from shardwise.parallel.data import DTYPES
 from shardwise.parallel.mesh import Mesh
 from shardwise.server.api import run_api

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardwise.config import PLAN_FILE, Plan
 from shardwise.errors import UserError
-from shardwise.models.facts import read_facts
+from shardwise.models.read import read_facts
 from shardwise.parallel._torch import HuggingFaceStorageWriter
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.sharded import ShardedModel

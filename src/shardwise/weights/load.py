@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import Plan
 from shardwise.models.build import build_on_meta, materialise
-from shardwise.models.facts import read_facts
+from shardwise.models.read import read_facts
 from shardwise.parallel._torch import is_strided_shard
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.grads import local_part

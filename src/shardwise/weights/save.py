@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import UserError
-from shardwise.models.facts import CONFIG_FILE, ModelFacts
+from shardwise.models.facts import ModelFacts
+from shardwise.models.read import CONFIG_FILE
 from shardwise.parallel.data import DTYPES as COMPUTE_DTYPES
 from shardwise.weights.index import INDEX_FILE, SINGLE_FILE, WeightIndex
 from shardwise.weights.load import read_into

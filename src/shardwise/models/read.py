@@ -1,0 +1,316 @@
+"""config.json -> ModelFacts; what is not proved, or read otherwise, is refused. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.models.facts import ModelFacts
+from shardwise.models.families import FAMILIES, Family
+from shardwise.models.layers import Latent, LayerKind
+
+CONFIG_FILE = "config.json"
+_DEFAULT_Q_RANK = 1536  # of transformers' config class
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "router_jitter_noise": (0.0, 0),
+    "use_sliding_window": (False,),
+}
+"""settings of a mixture of experts, and the values that are proved"""
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def read_facts(model: str | Path) -> ModelFacts:
+    """Read the facts of a model directory (or of a config.json).
+
+    Raises:
+        UserError: no readable config.json, a key is missing, or the family is not supported.
+    """
+    path = Path(model)
+    file = path / CONFIG_FILE if path.is_dir() else path
+    if not file.exists():
+        raise UserError(
+            f"no model at {str(model)!r}: expected a directory with {CONFIG_FILE}, or that file "
+            "(models are not downloaded; fetch one first and give its directory)."
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file} as JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds no JSON object.")
+    return facts_of_config(config, source=str(file))
+
+
+def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
+    """The facts in the content of a config.json; `source` names it in errors."""
+    family = _family(config, source)
+    _refuse_what_is_not_proved(config, family, source)
+    size = _Sizes(config, source, family.keys)
+    num_heads = size.required("num_attention_heads")
+    hidden_size = size.required("hidden_size")
+    latent = _latent(config, family, size)
+    attention_bias = size.flag("attention_bias", family.default_attention_bias)
+    mlp_bias = size.flag("mlp_bias", False)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in _DTYPES:
+        raise UserError(f"{source}: dtype {dtype!r} is not one of {', '.join(_DTYPES)}.")
+    width = 4 * hidden_size if family.mlp == "conv1d" else None
+    num_kv_heads = size.optional("num_key_value_heads", family.default_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise UserError(
+            f"{source}: {num_heads} attention heads are no multiple of {num_kv_heads} KV heads."
+        )
+    if hidden_size % num_heads and family.attention == "conv1d":
+        raise UserError(f"{source}: {num_heads} heads do not divide the width {hidden_size}.")
+    return ModelFacts(
+        family=family,
+        hidden_size=hidden_size,
+        intermediate_size=size.optional("intermediate_size", width),
+        layers=_layer_kinds(config, family, size),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=latent.nope_dim + latent.rope_dim
+        if latent
+        else size.optional("head_dim", family.default_head_dim or hidden_size // num_heads),
+        vocab_size=size.required("vocab_size"),
+        tied=size.flag("tie_word_embeddings", family.tied_by_default),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        max_positions=size.required("max_position_embeddings"),
+        dropout=_dropout(config, family, source),
+        dtype=dtype,
+        latent=latent,
+        **_experts(config, family, size),
+    )
+
+
+def _latent(config: Mapping[str, Any], family: Family, size: _Sizes) -> Latent | None:
+    """Sizes of a latent attention, which has its own idea of a head."""
+    if family.attention != "latent":
+        return None
+    heads = size.required("num_attention_heads")
+    if size.optional("num_key_value_heads", heads) != heads:
+        raise UserError(
+            f"{size.source}: num_key_value_heads={config['num_key_value_heads']} with latent "
+            f"attention is not proved; num_key_value_heads={heads} (as many as heads) is."
+        )
+    no_latent = "q_lora_rank" in config and config["q_lora_rank"] is None
+    latent = Latent(
+        q_rank=None if no_latent else size.optional("q_lora_rank", _DEFAULT_Q_RANK),
+        kv_rank=size.required("kv_lora_rank"),
+        rope_dim=size.required("qk_rope_head_dim"),
+        nope_dim=size.required("qk_nope_head_dim"),
+        v_dim=size.required("v_head_dim"),
+    )
+    if latent.rope_dim % 2 or latent.v_dim > latent.nope_dim + latent.rope_dim:
+        raise UserError(
+            f"{size.source}: qk_rope_head_dim={latent.rope_dim} must be even, and v_head_dim="
+            f"{latent.v_dim} at most qk_nope_head_dim + qk_rope_head_dim="
+            f"{latent.nope_dim + latent.rope_dim}."
+        )
+    return latent
+
+
+def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[str, Any]:
+    """What a config says of experts, refusing what is not proved."""
+    row = family.experts
+    if row is None:
+        return {}
+    for key, value in _NOT_PROVED_OF_EXPERTS.items():
+        if config.get(key) not in (None, *value):
+            raise UserError(
+                f"{size.source}: {key}={config[key]!r} is not proved; {key}={value[0]!r} is."
+            )
+    balance = size.flag("output_router_logits", False)
+    if balance and not row.balance_loss:
+        raise UserError(
+            f"{size.source}: transformers has no balance loss for {family.model_type}; set "
+            "output_router_logits to false."
+        )
+    key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+    num_experts, chosen = size.required(key), size.required("num_experts_per_tok")
+    groups = size.optional("n_group", 8) if row.corrected else 1
+    if chosen > num_experts or num_experts % groups:
+        raise UserError(
+            f"{size.source}: {chosen} of {num_experts} experts in {groups} groups; "
+            "num_experts_per_tok can be at most their number, and n_group must divide it."
+        )
+    width = size.required(row.width)
+    shared = size.required(row.shared) if row.shared else 0
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": chosen,
+        "expert_width": width,
+        "shared_width": shared * width,
+        "has_balance_loss": balance,
+    }
+
+
+def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tuple[LayerKind, ...]:
+    num_layers = size.required("num_hidden_layers")
+    sliding = _sliding_layers(config, family, num_layers, size)
+    window = None
+    if any(sliding):
+        if "sliding_window" in config and config["sliding_window"] is None:
+            raise UserError(
+                f"{size.source}: sliding_window is null, and {sum(sliding)} layers have a sliding "
+                f"window; set it to a number of tokens, such as {family.default_window}."
+            )
+        window = size.optional("sliding_window", family.default_window)
+    dense = _dense_layers(config, family, num_layers, size)
+    return tuple(
+        LayerKind(
+            has_experts=family.experts is not None and not is_dense,
+            window=window if is_sliding else None,
+        )
+        for is_sliding, is_dense in zip(sliding, dense, strict=True)
+    )
+
+
+def _dense_layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+) -> list[bool]:
+    """For each layer of a mixture of experts, whether it has a plain MLP instead."""
+    if family.dense_layers == "first":
+        first = size.optional("first_k_dense_replace", 3, least=0)
+        return [number < first for number in range(num_layers)]
+    if family.dense_layers == "listed":
+        listed = config.get("mlp_only_layers") or []
+        if not isinstance(listed, list):
+            raise UserError(f"{size.source}: mlp_only_layers is {listed!r}; expected a list.")
+        step = size.optional("decoder_sparse_step", 1)
+        return [number in listed or (number + 1) % step != 0 for number in range(num_layers)]
+    return [False] * num_layers
+
+
+def _family(config: Mapping[str, Any], source: str) -> Family:
+    model_type = config.get("model_type")
+    if config.get("quantization_config"):
+        raise UserError(
+            f"{source}: the model is quantised, which this version cannot shard; "
+            "give the unquantised model."
+        )
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"{source}: model_type {model_type!r} is not proved equal to one process yet; "
+            f"the families that are: {', '.join(sorted(FAMILIES))}."
+        )
+    return FAMILIES[str(model_type)]
+
+
+def _refuse_what_is_not_proved(config: Mapping[str, Any], family: Family, source: str) -> None:
+    """Settings under which a supported family computes something else.
+
+    Rows are padded on the right without a mask, which only a causal model may not see; and some
+    kinds of rotary embedding change with the padded length.
+    """
+    if config.get("use_bidirectional_attention"):
+        raise UserError(
+            f"{source}: use_bidirectional_attention lets tokens attend to later ones; only causal "
+            "models are supported."
+        )
+    if config.get("add_cross_attention"):
+        raise UserError(
+            f"{source}: add_cross_attention makes a decoder of an encoder's output; only models of "
+            "their own are supported."
+        )
+    for kind in _rope_types(config):
+        if kind not in family.rope_types:
+            raise UserError(
+                f"{source}: rope type {kind!r} is not proved equal to one process; those that "
+                f"are: {', '.join(family.rope_types)}."
+            )
+
+
+def _rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Every kind of rotary embedding that a config names, at whatever depth."""
+    found = set()
+    for section in (config.get("rope_parameters"), config.get("rope_scaling")):
+        if isinstance(section, Mapping):
+            for part in (section, *section.values()):  # some families have a section a layer type
+                if isinstance(part, Mapping):
+                    found |= {str(part[key]) for key in ("rope_type", "type") if part.get(key)}
+    return found
+
+
+def _dropout(config: Mapping[str, Any], family: Family, source: str) -> tuple[str, float] | None:
+    """The first dropout that is not zero."""
+    for key, default in family.dropouts.items():
+        value = config.get(key, default)
+        value = 0.0 if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UserError(f"{source}: {key} is {value!r}; expected a number.")
+        if value > 0:
+            return key, float(value)
+    return None
+
+
+def _sliding_layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+) -> list[bool]:
+    """For each layer whether it has a sliding window, as transformers' config classes decide."""
+    types = config.get("layer_types") if family.sliding in ("upper", "pattern") else None
+    if types:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise UserError(
+                f"{size.source}: layer_types is {types!r}; expected one entry for each of the "
+                f"{num_layers} layers."
+            )
+        strange = sorted({str(kind) for kind in types} - set(_LAYER_TYPES))
+        if strange:
+            raise UserError(
+                f"{size.source}: layers of the type {strange[0]!r} are not proved; those that are: "
+                f"{', '.join(_LAYER_TYPES)}."
+            )
+        return [kind == "sliding_attention" for kind in types]
+    if family.sliding == "all":
+        return [bool(config.get("sliding_window", family.default_window))] * num_layers
+    if family.sliding == "given":
+        return [bool(config.get("sliding_window"))] * num_layers
+    if family.sliding == "upper":
+        first = size.optional("max_window_layers", 28, least=0)
+        windowed = bool(config.get("use_sliding_window"))
+        return [windowed and number >= first for number in range(num_layers)]
+    if family.sliding == "pattern":
+        pattern = size.optional("sliding_window_pattern", family.default_pattern)
+        return [(number + 1) % pattern != 0 for number in range(num_layers)]
+    return [False] * num_layers
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    config: Mapping[str, Any]
+    source: str
+    keys: Mapping[str, str]
+    """what the family calls some of them"""
+
+    def required(self, key: str, *, least: int = 1) -> int:
+        key = self.keys.get(key, key)
+        value = self.config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(
+                f"{self.source}: {key} is {value!r}; expected a whole number of at least {least}."
+            )
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A setting that is on or off."""
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise UserError(f"{self.source}: {key} is {value!r}; expected true or false.")
+        return value
+
+    def optional(self, key: str, default: int | None, *, least: int = 1) -> int:
+        """Without a default the key is required."""
+        given = self.config.get(self.keys.get(key, key)) is not None
+        if given or default is None:
+            return self.required(key, least=least)
+        return default
