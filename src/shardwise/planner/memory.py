@@ -34,8 +34,9 @@ _SLACK = {"cpu": 0.03, "accelerator": 0.15}
 launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.24."""
 _KEPT_BYTES = int(0.08 * GIB)
 """What a training process on CPU holds besides, in freed blocks that it keeps for their next use:
-0.01 to 0.14 GiB by measurement, whatever the layout and however large the states. In a pipeline it
-would be 0.3 GiB, with so many passes under way: there nothing is kept."""
+0.01 to 0.14 GiB by measurement, however large the states. In a pipeline, with so many passes under
+way, and under `tp`, whose pieces of activations are small, it would be 0.3 GiB: there nothing is
+kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +184,7 @@ def _with_reserve(plan: Plan, parts: dict[str, int]) -> Memory:
     tensors = sum(parts.values())
     least = _least_reserve(plan, tensors)
     trains_here = plan.task == "full" and plan.devices.kind == "cpu"
-    kept = _KEPT_BYTES if trains_here and plan.layout.pp == 1 else 0
+    kept = _KEPT_BYTES if trains_here and plan.layout.pp == plan.layout.tp == 1 else 0
     capacity = plan.devices.memory_gib
     if capacity is not None and tensors + least + kept > capacity * GIB:
         kept = 0  # memory comes before speed
