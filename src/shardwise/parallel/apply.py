@@ -19,6 +19,7 @@ from shardwise.parallel.routing import Routing
 from shardwise.parallel.sharded import Part, ShardedModel
 from shardwise.parallel.tensor import apply_tensor_parallel
 from shardwise.planner.stages import StageSpec, stages_of
+from shardwise.probe.process import give_back_freed_blocks
 
 
 def parallelize(
@@ -107,4 +108,7 @@ def _part(
             for layer in layers:
                 layer.compile()
         sums = apply_fsdp(root, layers, experts, mesh, plan)
+        if mesh.device.type == "cpu" and layout.pp == 1:  # the backward pass peaks where it ends
+            table = model.get_input_embeddings()
+            table.register_full_backward_pre_hook(lambda *_: give_back_freed_blocks())
     return Part(model=model, root=root, spec=spec, partial=partial, sums=sums)
