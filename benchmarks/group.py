@@ -15,12 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.workload import NUM_RANKS
-from shardwise.launch.local import GIVE_BACK_FREED_BLOCKS, KEEP_FREED_BLOCKS
+from shardwise.launch.local import ALLOCATOR
 
 ROOT = Path(__file__).parents[1]
 ALLOCATORS: dict[str, dict[str, str]] = {
-    "ours": KEEP_FREED_BLOCKS,
-    "lean": GIVE_BACK_FREED_BLOCKS,
+    "ours": ALLOCATOR,
     "default": {},
 }
 _POLL_S = 0.05

@@ -177,14 +177,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=_list_of(tuple(SIZES)), default=["135m"])
     parser.add_argument("--dtypes", type=_list_of(DTYPES), default=["bf16", "fp32"])
     parser.add_argument("--seq-lens", type=_list_of(None), default=[256], help="tokens of a row")
-    parser.add_argument("--allocator", choices=(*ALLOCATORS, "all"), default="ours")
+    parser.add_argument("--allocator", choices=(*ALLOCATORS, "both"), default="ours")
     parser.add_argument("--rounds", type=_positive, default=3)
     parser.add_argument("--steps", type=_positive, default=3, help="measured steps of a round")
     parser.add_argument("--warmup", type=_positive, default=1, help="steps before those")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one group")
     options = parser.parse_args(arguments)
-    options.allocators = list(ALLOCATORS) if options.allocator == "all" else [options.allocator]
+    options.allocators = list(ALLOCATORS) if options.allocator == "both" else [options.allocator]
     return options
 
 

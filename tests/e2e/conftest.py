@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import shell
+from tests.e2e.bench import Bench
 from tests.models import save_model
 from tests.tokenizer import save_tokenizer
 
@@ -56,3 +57,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def eval_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five rows for evaluation."""
     return shell.write_rows(tmp_path_factory.mktemp("data") / "eval.jsonl", 5, first=100)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, ll: Path, rows: Path) -> Iterator[Bench]:
+    """A plan that would train."""
+    train = {"seq_len": 64, "global_batch": 4, "max_steps": 1}
+    plan = {"model": str(ll), "task": "full", "layout": {"fsdp": 2}, "train": train}
+    yield Bench(tmp_path, ll, rows, plan)

@@ -1,89 +1,18 @@
-"""Bad input ends with exit code 2 and one line that says what is wrong, before a rank starts."""
+"""Bad plans, rows and arguments end with exit code 2 and one line that says what is wrong, before a
+rank starts."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.e2e.shell import Done, assert_none_left, listed_checkpoints, metrics, shardwise
-from tests.models import model_config, save_model
-from tests.tokenizer import save_tokenizer
+from tests.e2e.bench import Bench, fast_first
 
-LIMIT_S = 30.0
-"""a refusal takes 5 s at most on a machine at rest, of which torch's import is the most"""
 slow = pytest.mark.slow
-
-
-def _fast_first(cases: Sequence[Any], number: int = 1) -> list[Any]:
-    """The cases as parameters, of which all but the first few are slow."""
-    return [*cases[:number], *(pytest.param(case, marks=slow) for case in cases[number:])]
-
-
-SPY = """
-import os
-if "RANK" in os.environ:
-    with open(os.environ["SPY_FILE"], "a") as file:
-        file.write(os.environ["RANK"])
-"""
-
-
-@dataclass
-class Bench:
-    """A plan with its model and data that work, for a test to break in one place."""
-
-    folder: Path
-    model: Path
-    rows: Path
-    plan: dict[str, Any]
-
-    @property
-    def out(self) -> Path:
-        return self.folder / "run"
-
-    def run(self, *arguments: str | Path) -> Done:
-        """Run a command; every process that is started as a rank is noted."""
-        spy = self.folder / "spy"
-        spy.mkdir(exist_ok=True)
-        (spy / "sitecustomize.py").write_text(SPY)
-        path = os.pathsep.join(filter(None, [str(spy), os.environ.get("PYTHONPATH")]))
-        env = {"PYTHONPATH": path, "SPY_FILE": str(self.folder / "started")}
-        return shardwise(self.folder, *arguments, limit=LIMIT_S, env=env)
-
-    def train(self, *more: str | Path) -> Done:
-        """Run `shardwise train` on the plan as it now is."""
-        file = self.folder / "plan.yaml"
-        file.write_text(yaml.safe_dump(self.plan, sort_keys=False), encoding="utf-8")
-        return self.run("train", file, "--data", self.rows, "--out", self.out, *more)
-
-    def assert_refused(self, done: Done, *named: str) -> None:
-        """Exit code 2 and one line that names everything in `named`; nothing was started."""
-        assert done.code == 2, done.text
-        lines = done.err.splitlines()
-        assert len(lines) == 1, done.text
-        assert lines[0].startswith("shardwise: "), done.text
-        missing = [text for text in named if text not in lines[0]]
-        assert not missing, f"{missing} not in: {lines[0]}"
-        assert not (self.folder / "started").exists(), "ranks were started"
-        assert not (self.out / "checkpoints").exists()
-        assert_none_left(self.folder)
-
-
-@pytest.fixture
-def bench(tmp_path: Path, ll: Path, rows: Path) -> Iterator[Bench]:
-    """A plan that would train."""
-    train = {"seq_len": 64, "global_batch": 4, "max_steps": 1}
-    plan = {"model": str(ll), "task": "full", "layout": {"fsdp": 2}, "train": train}
-    yield Bench(tmp_path, ll, rows, plan)
-
 
 # --- the plan -------------------------------------------------------------------------------
 
@@ -298,7 +227,7 @@ WRONG_ROWS = {
 }
 
 
-@pytest.mark.parametrize("kind", _fast_first(list(WRONG_ROWS)))
+@pytest.mark.parametrize("kind", fast_first(list(WRONG_ROWS)))
 def test_a_row_that_is_wrong(bench: Bench, kind: str) -> None:
     """The file and the number of the line are named."""
     line = WRONG_ROWS[kind]
@@ -334,7 +263,7 @@ def test_rows_without_an_answer(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", _fast_first(["--data", "--eval-data"]))
+@pytest.mark.parametrize("option", fast_first(["--data", "--eval-data"]))
 def test_a_data_file_that_is_not_there(bench: Bench, option: str) -> None:
     """The missing file is named, for training and for evaluation."""
     bench.assert_refused(bench.train(option, "nowhere.jsonl"), "nowhere.jsonl")
@@ -348,232 +277,10 @@ def test_a_directory_for_data(bench: Bench, option: str) -> None:
     bench.assert_refused(bench.train(option, "folder.jsonl"), "folder.jsonl")
 
 
-# --- the model's files ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def own(bench: Bench, ll: Path) -> Bench:
-    """The bench with its own copy of the model."""
-    bench.model = bench.folder / "own"
-    shutil.copytree(ll, bench.model)
-    bench.plan["model"] = str(bench.model)
-    return bench
-
-
-@pytest.fixture
-def sharded(bench: Bench) -> Bench:
-    """The bench with a model of several weight files."""
-    bench.model = bench.folder / "sharded"
-    save_model("LL", bench.model, max_shard_size="200KB")
-    save_tokenizer(bench.model)
-    bench.plan["model"] = str(bench.model)
-    return bench
-
-
-def _first_shard(model: Path) -> Path:
-    return min(model.glob("model-*.safetensors"))
-
-
-def _rewrite(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-@pytest.mark.slow
-def test_a_model_that_is_not_there(bench: Bench) -> None:
-    """The missing directory is named by train, serve, plan and export."""
-    bench.plan["model"] = "/nowhere/model"
-    bench.assert_refused(bench.train(), "/nowhere/model")
-    for command in (["serve"], ["plan"], ["export", "--out", "x"]):
-        bench.assert_refused(bench.run(*command, "/nowhere/model"), "/nowhere/model")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("content", _fast_first(["{", "[]", "", '{"model_type": 5}', "{}"]))
-def test_a_config_that_is_broken(own: Bench, content: str) -> None:
-    """The file is named."""
-    (own.model / "config.json").write_text(content)
-    own.assert_refused(own.train(), "config.json")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", [None, "many", 0, -4, 4.5], ids=repr)
-def test_a_config_number_that_is_wrong(own: Bench, value: Any) -> None:
-    """The key is named."""
-    config = json.loads((own.model / "config.json").read_text())
-    (own.model / "config.json").write_text(json.dumps({**config, "num_attention_heads": value}))
-    own.assert_refused(own.train(), "num_attention_heads")
-
-
-@pytest.mark.slow
-def test_a_family_that_is_not_supported(own: Bench) -> None:
-    """gpt2 is named, and a family that is supported."""
-    config = json.loads((own.model / "config.json").read_text())
-    (own.model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    own.assert_refused(own.train(), "gpt2", "llama")
-
-
-@pytest.mark.slow
-def test_weights_in_pickle_files_only(own: Bench) -> None:
-    """A pickle file is not read; the file is named, and how to convert it."""
-    (own.model / "model.safetensors").rename(own.model / "pytorch_model.bin")
-    own.assert_refused(own.train(), "pytorch_model.bin", "save_pretrained")
-
-
-def test_a_shard_that_is_deleted(sharded: Bench) -> None:
-    """The missing file is named."""
-    shard = _first_shard(sharded.model)
-    shard.unlink()
-    sharded.assert_refused(sharded.train(), shard.name)
-
-
-@pytest.mark.parametrize("verb", _fast_first(["serve", "train", "export"]))
-def test_a_shard_that_is_cut(sharded: Bench, verb: str) -> None:
-    """The file that lacks its last kilobyte is named, whatever reads it."""
-    shard = _first_shard(sharded.model)
-    os.truncate(shard, shard.stat().st_size - 1024)
-    if verb == "train":
-        done = sharded.train()
-    elif verb == "serve":
-        done = sharded.run("serve", sharded.model)
-    else:
-        done = sharded.run("export", sharded.model, "--out", "hf")
-        assert not (sharded.folder / "hf").exists()
-    sharded.assert_refused(done, shard.name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [0, 4, 100])
-def test_a_shard_without_its_header(sharded: Bench, size: int) -> None:
-    """A file that ends within its header is named."""
-    shard = _first_shard(sharded.model)
-    os.truncate(shard, size)
-    sharded.assert_refused(sharded.train(), shard.name)
-
-
-@pytest.mark.slow
-def test_a_tensor_that_is_missing(sharded: Bench) -> None:
-    """The tensor that the index lists but its file lacks is named."""
-    shard = _first_shard(sharded.model)
-    names: list[str] = []
-    _rewrite(shard, lambda tensors: names.append(tensors.popitem()[0]))
-    sharded.assert_refused(sharded.train(), names[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.2.mlp.up_proj.weight"])
-def test_a_tensor_that_no_file_has(own: Bench, name: str) -> None:
-    """The tensor is named."""
-    _rewrite(own.model / "model.safetensors", lambda tensors: tensors.pop(name))
-    own.assert_refused(own.train(), name)
-
-
-def test_a_tensor_that_is_transposed(own: Bench) -> None:
-    """The tensor and both shapes are named."""
-    name = "model.layers.1.mlp.down_proj.weight"
-    _rewrite(
-        own.model / "model.safetensors",
-        lambda tensors: tensors.update({name: tensors[name].T.contiguous()}),
-    )
-    own.assert_refused(own.train(), name, "128", "64")
-
-
-@pytest.mark.slow
-def test_tensors_with_another_prefix(own: Bench) -> None:
-    """A tensor that is missed is named."""
-
-    def rename(tensors: dict[str, Any]) -> None:
-        for name in list(tensors):
-            if name.startswith("model."):
-                tensors["transformer." + name.removeprefix("model.")] = tensors.pop(name)
-
-    _rewrite(own.model / "model.safetensors", rename)
-    own.assert_refused(own.train(), "model.")
-
-
-@pytest.mark.slow
-def test_a_tensor_of_whole_numbers(own: Bench) -> None:
-    """Quantized or damaged weights are not taken for weights: the tensor and its type are named."""
-    name = "model.layers.1.mlp.down_proj.weight"
-
-    def to_int8(tensors: dict[str, Any]) -> None:
-        import torch
-
-        tensors[name] = tensors[name].to(torch.int8)
-
-    _rewrite(own.model / "model.safetensors", to_int8)
-    own.assert_refused(own.train(), name)
-
-
-@pytest.mark.parametrize("verb", _fast_first(["serve", "train"]))
-def test_no_tokenizer(own: Bench, verb: str) -> None:
-    """The missing file is named."""
-    for file in own.model.glob("tokenizer*"):
-        file.unlink()
-    done = own.train() if verb == "train" else own.run("serve", own.model)
-    own.assert_refused(done, "tokenizer.json")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", ["train", "serve"])
-def test_a_tokenizer_that_is_broken(own: Bench, verb: str) -> None:
-    """The broken file is named."""
-    (own.model / "tokenizer.json").write_text('{"version": ')
-    done = own.train() if verb == "train" else own.run("serve", own.model)
-    own.assert_refused(done, "tokenizer.json")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", _fast_first(["serve", "train"]))
-def test_no_chat_template(bench: Bench, verb: str) -> None:
-    """The missing template is named."""
-    bench.model = bench.folder / "plain"
-    save_model("LL", bench.model)
-    save_tokenizer(bench.model, chat_template=None)
-    bench.plan["model"] = str(bench.model)
-    done = bench.train() if verb == "train" else bench.run("serve", bench.model)
-    bench.assert_refused(done, "chat template", "plain")
-
-
-@pytest.mark.slow
-def test_a_tokenizer_with_more_ids_than_the_model(bench: Bench) -> None:
-    """Ids past the model's vocabulary are noticed before a rank looks them up."""
-    bench.model = bench.folder / "small"
-    config = model_config("LL")
-    config.vocab_size, config.eos_token_id = 200, 1
-    config.pad_token_id, config.bos_token_id = 0, 1
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_config(config).save_pretrained(bench.model)
-    save_tokenizer(bench.model)
-    bench.plan["model"] = str(bench.model)
-    bench.assert_refused(bench.train(), "200")
-
-
-@pytest.mark.slow
-def test_tensors_that_nobody_asked_for_are_a_note(own: Bench) -> None:
-    """A further tensor is named in a note, and training works."""
-
-    def add(tensors: dict[str, Any]) -> None:
-        tensors["model.layers.0.self_attn.rotary_emb.extra"] = tensors["model.norm.weight"].clone()
-
-    _rewrite(own.model / "model.safetensors", add)
-    own.plan["layout"] = {}
-    done = own.train()
-    assert (done.code, done.err) == (0, ""), done.text
-    (note,) = [line for line in done.out.splitlines() if line.startswith("note: ")]
-    assert "model.layers.0.self_attn.rotary_emb.extra" in note
-    assert [record["step"] for record in metrics(own.out)] == [1]
-    assert listed_checkpoints(own.out) == [1]
-
-
 # --- the output and the arguments -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("out", _fast_first(["file", "/proc/run", "file/run"]))
+@pytest.mark.parametrize("out", fast_first(["file", "/proc/run", "file/run"]))
 def test_an_output_that_cannot_be_written(bench: Bench, out: str) -> None:
     """The directory is named; a file in its place is left alone."""
     (bench.folder / "file").write_text("precious")
@@ -591,7 +298,7 @@ def test_an_output_directory_with_something_else_in_it(bench: Bench) -> None:
     assert (bench.out / "thesis.txt").read_text() == "precious"
 
 
-@pytest.mark.parametrize("verb", _fast_first(["plan", "export"]))
+@pytest.mark.parametrize("verb", fast_first(["plan", "export"]))
 def test_an_answer_that_cannot_be_written(bench: Bench, verb: str) -> None:
     """`export --out` and `plan --out` name the path."""
     short = ["--seq-len", "64"] if verb == "plan" else []

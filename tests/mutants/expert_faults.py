@@ -71,8 +71,8 @@ EXPERTS = (
         name="balance-loss-detached",
         history="huggingface/transformers#48687",
         file="trainer/step.py",
-        old="return loss + _balance_weight(sharded.model) * balance",
-        new="return loss + _balance_weight(sharded.model) * balance.detach()",
+        old="return loss + routing.weight * balance",
+        new="return loss + routing.weight * balance.detach()",
         proof=_BALANCE,
     ),
     Fault(

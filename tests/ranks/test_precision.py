@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -35,8 +36,8 @@ def tally_dtypes_on_rank(rank: int, model_dir: str, layout: dict[str, int], rows
             seen.add(str(tally.dtype))
         return forward(self, x, tally, **options)
 
-    Stage.forward = watched  # type: ignore[method-assign]
-    _train_on_rank(rank, model_dir, layout, [rows], dict(BF16))
+    with patch.object(Stage, "forward", watched):
+        _train_on_rank(rank, model_dir, layout, [rows], dict(BF16))
     return seen
 
 

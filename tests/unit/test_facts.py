@@ -179,6 +179,10 @@ _SLIDING: dict[str, Any] = {"model_type": "gemma3_text", "num_key_value_heads": 
         ({**DEEPSEEK_V3, "num_key_value_heads": 16}, ["num_key_value_heads=16"]),
         ({**GPT_OSS_120B, "num_local_experts": None}, ["num_local_experts is None"]),
         ({**GPT2, "n_head": 7}, ["7 heads", "768"]),
+        (
+            {**GPT_OSS_120B, "output_router_logits": True, "router_aux_loss_coef": None},
+            ["router_aux_loss_coef is None"],
+        ),
     ],
 )
 def test_configs_that_cannot_be_used(changes: dict[str, Any], words: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.config import GIB, Devices, Layout, Plan, Precision, Train
+from shardwise.config import Devices, Layout, Plan, Precision, Train
 from shardwise.models.attention import attention_of
 from shardwise.models.families import FAMILIES
 from shardwise.models.read import facts_of_config
@@ -20,7 +20,6 @@ from shardwise.planner.activations import (
 )
 from shardwise.planner.memory import (
     RankSizes,
-    keeps_freed_blocks,
     predict_memory,
     state_bytes,
 )
@@ -185,17 +184,3 @@ def test_the_cache_of_a_served_context() -> None:
         memory = predict_memory(served, facts)
         assert memory.kv_cache == 2 * 4 * (2 // tp) * 32 * 4 * 256
         assert memory.gradients == memory.optimizer == 0
-
-
-def test_freed_blocks_are_kept_where_there_is_room_for_them() -> None:
-    """The reserve is larger for it; on a device that only just holds the rest, nothing is kept."""
-    facts = facts_of_config(SMOLLM2, source="smol")
-    asked = plan(SMOLLM2)
-    roomy = predict_memory(asked, facts)
-    assert keeps_freed_blocks(asked, roomy)
-    tight = asked.model_copy(update={"devices": Devices(memory_gib=(roomy.total - 1) / GIB)})
-    lean = predict_memory(tight, facts)
-    assert not keeps_freed_blocks(tight, lean)
-    assert lean.reserve < roomy.reserve
-    assert lean.total - lean.reserve == roomy.total - roomy.reserve
-    assert lean.total <= roomy.total - 1

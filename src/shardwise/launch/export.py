@@ -38,7 +38,6 @@ def start_export(source: Path, out: Path, dtype: str | None, *, check: bool) -> 
     console.out.print(f"exported {directory}: {console.gib(num_bytes)}, {name}")
     if not check:
         return
-    console.out.print(f"comparing plain transformers with the sharded model ({plan.layout}) ...")
     difference, largest = start_check(plan, directory, out, name)
     words = f"logits differ by at most {difference:.1e} (largest logit {largest:.1f})"
     if not difference <= TOLERANCE * largest:

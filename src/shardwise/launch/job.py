@@ -23,8 +23,6 @@ class Job(Config):
     num_processes: int
     timeout_s: float
     """a collective that waits longer fails"""
-    keeps_freed_blocks: bool = False
-    """whether ranks on CPU keep freed memory for its next use, which takes time to get anew"""
 
     @property
     def timeout_key(self) -> str:

@@ -32,21 +32,14 @@ GROUP_FOLDER = "SHARDWISE_GROUP_FOLDER"
 """environment variable that tells a rank where its group's folder is"""
 GRACE_S = 30.0
 """how long ranks may take to stop after SIGTERM"""
-GIVE_BACK_FREED_BLOCKS = {
+ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(128 * 2**10),
     "MALLOC_TRIM_THRESHOLD_": str(128 * 2**10),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 """Left alone, glibc keeps freed blocks of up to 32 MiB, half as much again as the tensors need.
-Given back at once, the resident set is that of the tensors, but much of a step's processor time
-goes into clearing the pages that the kernel hands out anew; huge pages make up for some of it."""
-KEEP_FREED_BLOCKS = {
-    **GIVE_BACK_FREED_BLOCKS,
-    "MALLOC_MMAP_THRESHOLD_": str(4 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
-}
-"""Activations and single weights are used again and cost no pages; what is large goes back at once.
-The planner's reserve counts it."""
+Given back at once, the resident set is what the plan says; huge pages make up for most of the page
+faults that this costs."""
 _POLL_S = 0.05
 _AFTERMATH_S = 0.5
 _NOTICE_S = 2.0
@@ -238,7 +231,7 @@ def _environment(group: LocalGroup, number: int) -> Mapping[str, str]:
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": "lo" if Path("/sys/class/net/lo").exists() else "",
-        **(KEEP_FREED_BLOCKS if group.job.keeps_freed_blocks else GIVE_BACK_FREED_BLOCKS),
+        **ALLOCATOR,
     }
     ranks = {
         "RANK": str(number),

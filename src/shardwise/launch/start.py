@@ -17,7 +17,6 @@ from shardwise.config import (
     PLAN_FILE,
     Devices,
     Layout,
-    Memory,
     Plan,
     Precision,
     Prediction,
@@ -31,7 +30,7 @@ from shardwise.models.read import read_facts
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
-from shardwise.planner.memory import keeps_freed_blocks, predict_memory, stage_bytes
+from shardwise.planner.memory import predict_memory, stage_bytes
 from shardwise.planner.search import MEMORY_EVIDENCE
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
@@ -59,7 +58,9 @@ def check_model(plan: Plan) -> Plan:
     index = open_model_index(plan.model, facts)
     for warning in verify(index, facts):
         console.out.print(f"note: {warning}")
-    memory, capacity = _memory(plan), _capacity_gib(plan)
+    memory, capacity = predict_memory(plan, facts), plan.devices.memory_gib
+    if capacity is None and plan.devices.kind == "cpu":
+        capacity = host_gib() / plan.layout.world_size
     need = memory.total / GIB
     if capacity is not None and need > capacity:
         raise UserError(
@@ -75,19 +76,6 @@ def check_model(plan: Plan) -> Plan:
         )
         plan = plan.model_copy(update={"predicted": evidence})
     return plan
-
-
-def _memory(plan: Plan) -> Memory:
-    """Planned memory of the worst rank, on devices as large as they are here."""
-    devices = plan.devices.model_copy(update={"memory_gib": _capacity_gib(plan)})
-    return predict_memory(plan.model_copy(update={"devices": devices}), read_facts(plan.model))
-
-
-def _capacity_gib(plan: Plan) -> float | None:
-    """Memory of one device; on CPU, where the plan leaves it open, an equal part of the host's."""
-    if plan.devices.memory_gib is None and plan.devices.kind == "cpu":
-        return host_gib() / plan.layout.world_size
-    return plan.devices.memory_gib
 
 
 def start_train(
@@ -155,7 +143,7 @@ def start_probe(num_processes: int, kind: str) -> Machine:
 
 
 def start_check(plan: Plan, source: Path, exported: Path, dtype: str) -> tuple[float, float]:
-    """Run the sharded model of `source` by the plan's layout and compare its logits with plain
+    """Run the sharded model of `source` on the plan's ranks and compare its logits with plain
     transformers on `exported`. Returns the largest |difference| and the largest |logit|."""
     import yaml
 
@@ -171,6 +159,7 @@ def start_check(plan: Plan, source: Path, exported: Path, dtype: str) -> tuple[f
     changes = {"model": str(source), "precision": precision, "layout": layout, "predicted": None}
     changes["train"] = Train(global_batch=layout.fsdp)
     sharded = check_plan(plan.model_copy(update=changes), facts)
+    console.out.print(f"comparing plain transformers with the sharded model ({layout}) ...")
     with TemporaryDirectory(prefix=_PREFIX) as name:
         folder = Path(name)
         check = Check(ids=ids, dtype=dtype)
@@ -245,9 +234,6 @@ def _job(
         device_type=device,
         num_processes=plan.layout.world_size,
         timeout_s=timeout_s,
-        # a probe measures what training will find
-        keeps_freed_blocks=kind == "probe"
-        or (kind == "train" and keeps_freed_blocks(plan, _memory(plan))),
     )
 
 

@@ -20,11 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from shardwise.models.families import Family
+from shardwise.models.layers import SINK_PADDING
 
 ATTENTION = "shardwise"
 """name of this attention among transformers' own"""
-SINK_PADDING = 8
-"""numbers by which a head with a sink grows; kernels want multiples of eight"""
 
 
 def attention_of(family: Family) -> str:

@@ -44,8 +44,8 @@ class ModelFacts:
     """`intermediate_size` of one expert"""
     shared_width: int = 0
     """of the experts that every token goes through, together"""
-    has_balance_loss: bool = False
-    """whether training adds the router's balance loss, as `output_router_logits` says"""
+    balance_weight: float | None = None
+    """of the router's balance loss; None: training adds none (`output_router_logits` says)"""
 
     @property
     def model_type(self) -> str:

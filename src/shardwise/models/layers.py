@@ -204,6 +204,8 @@ def _experts(facts: ModelFacts) -> dict[str, Param]:
     return params
 
 
+SINK_PADDING = 8
+"""numbers by which a head with a sink grows in attention; kernels want multiples of eight"""
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """names of a layer's stacked experts"""
 

@@ -148,7 +148,7 @@ def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[st
         "experts_per_token": chosen,
         "expert_width": width,
         "shared_width": shared * width,
-        "has_balance_loss": balance,
+        "balance_weight": size.number("router_aux_loss_coef", 0.001) if balance else None,
     }
 
 
@@ -307,6 +307,13 @@ class _Sizes:
         if not isinstance(value, bool):
             raise UserError(f"{self.source}: {key} is {value!r}; expected true or false.")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number that need not be whole."""
+        value = self.config.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UserError(f"{self.source}: {key} is {value!r}; expected a number.")
+        return float(value)
 
     def optional(self, key: str, default: int | None, *, least: int = 1) -> int:
         """Without a default the key is required."""

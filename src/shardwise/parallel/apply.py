@@ -19,7 +19,6 @@ from shardwise.parallel.routing import Routing
 from shardwise.parallel.sharded import Part, ShardedModel
 from shardwise.parallel.tensor import apply_tensor_parallel
 from shardwise.planner.stages import StageSpec, stages_of
-from shardwise.probe.process import give_back_freed_blocks
 
 
 def parallelize(
@@ -38,7 +37,7 @@ def parallelize(
     """
     stages = stages_of(plan, facts)
     specs = [spec for spec in stages if spec.rank == mesh.rank("pp")]
-    routing = _routing(facts, mesh) if facts.has_balance_loss else None
+    routing = _routing(facts, mesh)
     parts = tuple(_part(build(), spec, plan, facts, mesh, routing) for spec in specs)
     pipeline = None
     if plan.layout.pp > 1:
@@ -62,9 +61,12 @@ def parallelize(
     )
 
 
-def _routing(facts: ModelFacts, mesh: Mesh) -> Routing:
+def _routing(facts: ModelFacts, mesh: Mesh) -> Routing | None:
+    if facts.balance_weight is None:
+        return None
     return Routing(
         mesh=mesh,
+        weight=facts.balance_weight,
         num_experts=facts.num_experts,
         num_chosen=facts.experts_per_token,
         num_layers=sum(kind.has_experts for kind in facts.layers),
@@ -108,7 +110,4 @@ def _part(
             for layer in layers:
                 layer.compile()
         sums = apply_fsdp(root, layers, experts, mesh, plan)
-        if mesh.device.type == "cpu" and layout.pp == 1:  # the backward pass peaks where it ends
-            table = model.get_input_embeddings()
-            table.register_full_backward_pre_hook(lambda *_: give_back_freed_blocks())
     return Part(model=model, root=root, spec=spec, partial=partial, sums=sums)

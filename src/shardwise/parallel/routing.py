@@ -20,6 +20,8 @@ class Routing:
     """How to count the choices of a model's routers."""
 
     mesh: Mesh
+    weight: float
+    """of the balance loss, beside the cross-entropy"""
     num_experts: int
     num_chosen: int
     """experts that a token is sent to"""

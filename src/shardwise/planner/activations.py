@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from shardwise.config import Layout
 from shardwise.models.facts import ModelFacts
-from shardwise.models.layers import LayerKind
+from shardwise.models.layers import SINK_PADDING, LayerKind
 
 FP32 = 4
 _INDEX = 8
-_SINK_PADDING = 8
-"""numbers by which a head grows where it has a sink (models/attention.py)"""
 
 
 def activation_bytes_per_token(
@@ -60,7 +58,7 @@ def _attention(facts: ModelFacts, layout: Layout, c: int) -> int:
 
 def _head_width(facts: ModelFacts) -> int:
     """Numbers of a head in attention (models/attention.py)."""
-    return facts.head_dim + (_SINK_PADDING if facts.family.sinks else 0)
+    return facts.head_dim + (SINK_PADDING if facts.family.sinks else 0)
 
 
 def _copies_output(facts: ModelFacts) -> bool:
@@ -163,5 +161,6 @@ def selective_bytes_per_token(facts: ModelFacts, kind: LayerKind, layout: Layout
         products += facts.num_experts
         products += h + 2 * facts.shared_width // tp if facts.shared_width else 0
     else:
-        products += h + 2 * (facts.intermediate_size // tp)
+        halves = 1 if facts.family.mlp == "conv1d" else 2
+        products += h + halves * (facts.intermediate_size // tp)
     return (products + out) * c + facts.num_heads // tp * FP32

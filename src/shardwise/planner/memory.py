@@ -32,11 +32,6 @@ torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0
 _SLACK = {"cpu": 0.03, "accelerator": 0.15}
 """Allocator overhead as a share of the tensors. CPU: measured with the settings of
 launch/local.py. Accelerator: published reserved/allocated ratios are 1.07 to 1.24."""
-_KEPT_BYTES = int(0.08 * GIB)
-"""What a training process on CPU holds besides, in freed blocks that it keeps for their next use:
-0.01 to 0.14 GiB by measurement, however large the states. In a pipeline, with so many passes under
-way, and under `tp`, whose pieces of activations are small, it would be 0.3 GiB: there nothing is
-kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,28 +176,9 @@ def stage_bytes(plan: Plan, facts: ModelFacts) -> list[int] | None:
 
 
 def _with_reserve(plan: Plan, parts: dict[str, int]) -> Memory:
-    tensors = sum(parts.values())
-    least = _least_reserve(plan, tensors)
-    trains_here = plan.task == "full" and plan.devices.kind == "cpu"
-    kept = _KEPT_BYTES if trains_here and plan.layout.pp == plan.layout.tp == 1 else 0
-    capacity = plan.devices.memory_gib
-    if capacity is not None and tensors + least + kept > capacity * GIB:
-        kept = 0  # memory comes before speed
-    return Memory(**parts, reserve=least + kept)
-
-
-def keeps_freed_blocks(plan: Plan, memory: Memory) -> bool:
-    """Whether a rank on CPU has room to keep freed blocks for their next use.
-
-    Args:
-        memory: what `predict_memory` says of the plan.
-    """
-    return memory.reserve > _least_reserve(plan, memory.total - memory.reserve)
-
-
-def _least_reserve(plan: Plan, tensors: int) -> int:
     where = "cpu" if plan.devices.kind == "cpu" else "accelerator"
-    return _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * tensors)
+    reserve = _RUNTIME_BYTES[where] + math.ceil(_SLACK[where] * sum(parts.values()))
+    return Memory(**parts, reserve=reserve)
 
 
 def state_bytes(facts: ModelFacts) -> int:
@@ -306,7 +282,9 @@ def _received_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
 
 def tally_bytes(plan: Plan, facts: ModelFacts) -> int:
     """What a stage sends on of the routers' choices in a micro-batch, for the balance loss."""
-    return tally_rows(plan) * 2 * facts.num_experts * FP32 if facts.has_balance_loss else 0
+    return (
+        tally_rows(plan) * 2 * facts.num_experts * FP32 if facts.balance_weight is not None else 0
+    )
 
 
 def tally_rows(plan: Plan) -> int:

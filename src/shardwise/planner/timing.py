@@ -107,7 +107,7 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
         lines += _tensor_traffic(plan, facts, stages)
     if layout.pp > 1:
         lines += _pipeline_traffic(plan, facts, stages)
-    if facts.has_balance_loss and any(stage.is_last for stage in stages):
+    if facts.balance_weight is not None and any(stage.is_last for stage in stages):
         lines += _balance_traffic(plan, facts)
     return lines
 
@@ -269,7 +269,7 @@ def _pipeline_traffic(
     if others:
         count = len(others) * train.num_micro_batches(layout)
         lines.append(Collective(axis="pp", op="send", count=count, num_bytes=hidden))
-        if facts.has_balance_loss:
+        if facts.balance_weight is not None:
             tally = tally_bytes(plan, facts)
             lines.append(Collective(axis="pp", op="send", count=count, num_bytes=tally))
     at_one_end = sum(stage.is_first or stage.is_last for stage in stages) == 1

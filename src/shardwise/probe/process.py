@@ -1,11 +1,9 @@
-"""What one process has used, by the device's own count, and what it keeps without need."""
+"""What one process has used: peak memory, by the device's own count."""
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,9 +24,3 @@ def peak_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def give_back_freed_blocks() -> None:
-    """Let the kernel have the pages that glibc keeps for later; where it is not glibc, nothing."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

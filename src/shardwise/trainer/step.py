@@ -24,7 +24,6 @@ from shardwise.parallel.replicas import check_no_gradients, check_replicas
 from shardwise.parallel.routing import Routing
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.parallel.tensor import region_of, vocab_range
-from shardwise.probe.process import give_back_freed_blocks
 from shardwise.trainer.balance import balance_loss_sum
 from shardwise.trainer.data.batches import Batch, num_targets
 from shardwise.trainer.loss import head_loss_sum
@@ -150,7 +149,7 @@ def _run_pipeline(
         loss = head_loss(hidden, _head(last.model), targets, mesh, twice=twice)
         where = positions[0] if positions else None
         balance = balance_loss_sum(tally, targets, real.bool(), where, routing)
-        return (loss + _balance_weight(last.model) * balance) / total
+        return (loss + routing.weight * balance) / total
 
     return mesh.sum_over(run(ids, inputs, targets, loss_function, len(batches)), ["pp"])
 
@@ -169,11 +168,7 @@ def _batch_loss(sharded: ShardedModel, batch: Batch) -> torch.Tensor:
         return loss
     tally = routing.tally(output.router_logits, batch.real, batch.positions)
     balance = balance_loss_sum(tally, batch.targets, batch.real, batch.positions, routing)
-    return loss + _balance_weight(sharded.model) * balance
-
-
-def _balance_weight(model: PreTrainedModel) -> float:
-    return model.config.router_aux_loss_coef
+    return loss + routing.weight * balance
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
@@ -190,8 +185,6 @@ def head_loss(
         targets: [rows, tokens], for each position the token that should come next.
         twice: whether the backward pass is run once for inputs and once more for weights.
     """
-    if mesh.device.type == "cpu":
-        give_back_freed_blocks()  # a step's peak is here, so nothing may lie unused
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
     if group is not None:
         hidden = region_of(mesh).enter(hidden)
