@@ -61,7 +61,7 @@ def _plan(run: Run) -> Plan:
 
 def _time_parts(clock: Clock, optimizer: torch.optim.Optimizer) -> None:
     """`train_step` is one call: put the clock around the functions that it calls."""
-    step_module._batch_losses = clock.timed("forward", step_module._batch_losses)
+    step_module._batch_loss = clock.timed("forward", step_module._batch_loss)
     torch.Tensor.backward = clock.timed("backward", torch.Tensor.backward)
     step_module.global_norm = clock.timed("optimizer", step_module.global_norm)
     step_module.clip = clock.timed("optimizer", step_module.clip)

@@ -205,3 +205,18 @@ def test_names_and_tables_agree() -> None:
     rows = [row for case in (CASE, longer) for row in rows_of(case, {"ddp": [one_round(1.0)]})]
     assert table(rows).count("ddp") == 2
     json.dumps([row.parts_s for row in rows])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_real_round_beside_a_peer(tmp_path: Path) -> None:
+    """Our engine's clock sits on names of the library, which may change; the losses agree."""
+    file = tmp_path / "result.json"
+    options = "--peers ddp --sizes 30m --dtypes fp32 --seq-lens 32 --rounds 1 --steps 1 --warmup 1"
+    assert train_step.main([*options.split(), "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    ours = [row for row in rows if row["engine"].startswith("shardwise")]
+    assert {row["engine"] for row in ours} == {f"shardwise-{s}" for s in ("dp", "zero1")}
+    for row in ours:
+        assert row["refused"] is None
+        assert all(row["parts_s"][part] > 0 for part in ("forward", "backward", "optimizer"))
