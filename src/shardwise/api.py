@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from shardwise.config import Devices, Layout, Plan, Precision, parse, with_overrides
+from shardwise.config import Devices, Layout, Plan, Precision, Task, parse, with_overrides
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.read import read_facts
+from shardwise.models.read import facts_of_plan, read_facts
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
 from shardwise.planner.search import Answer, search
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def plan(
     model: str | Path,
     *,
-    task: Literal["full", "serve"] = "full",
+    task: Task = "full",
     gpus: str = "cpu:1",
     memory_gib: float | None = None,
     layout: Layout | None = None,
@@ -38,7 +38,7 @@ def plan(
 
     Args:
         model: directory with config.json, or that file (weights are not needed for planning).
-        task: "full" fine-tuning, or "serve".
+        task: "full" fine-tuning, adapters alone ("lora"), or "serve".
         gpus: devices, like "cpu:2" or "8xH100-80GB".
         memory_gib: memory of one device in GiB; None: the catalogue's, or an equal part of this
             machine's.
@@ -55,10 +55,10 @@ def plan(
     """
     asked = base_plan(model, task, layout or Layout(), gpus, memory_gib)
     asked = with_overrides(asked, overrides)
-    facts = read_facts(model)
+    facts = facts_of_plan(asked)
     fixed = layout is not None or asked.layout != Layout()  # `overrides` may set it too
     answer = search(asked, facts, machine, fixed=fixed)
-    return replace(answer, notes=_weight_notes(Path(model), facts))
+    return replace(answer, notes=_weight_notes(Path(model), read_facts(model)))
 
 
 def base_plan(
@@ -86,7 +86,7 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
     """Build, shard and load a plan's model on this rank.
 
     Args:
-        plan: its `task` decides whether logits are whole ("serve") or chunks ("full").
+        plan: its `task` decides whether logits are whole ("serve") or chunks.
         mesh: from `shardwise.parallel.mesh.build_mesh`; None: built on the initialised process
             group, or on a group of this one process.
         dtype: of the parameters at rest; None: fp32 for training, the compute dtype for serving.
@@ -123,8 +123,7 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
                 f"has {dist.get_world_size()}; start them with torchrun, or use a smaller layout."
             )
         mesh = build_mesh(plan.layout, kind)
-    serving = plan.task == "serve"
-    at_rest = DTYPES[plan.precision.compute if serving else "fp32"]
+    at_rest = DTYPES["fp32" if plan.trains else plan.precision.compute]
     return load_model(plan, mesh, dtype or at_rest).model
 
 

@@ -82,7 +82,7 @@ def shardwise(
 )
 def plan(
     model: Annotated[str, typer.Argument(help="Directory with config.json.")],
-    task: Annotated[str, typer.Option(help="full (fine-tuning) or serve.")] = "full",
+    task: Annotated[str, typer.Option(help="full fine-tuning, lora or serve.")] = "full",
     gpus: Annotated[str, typer.Option(help="Devices, like cpu:2 or 8xH100-80GB.")] = "cpu:1",
     memory: Annotated[
         float | None, typer.Option(help="Memory of one device in GiB, if not all of it.")

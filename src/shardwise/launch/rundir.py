@@ -12,6 +12,7 @@ from shardwise.config import Plan
 from shardwise.errors import UserError
 from shardwise.launch.job import WORK_DIR
 from shardwise.models.facts import ModelFacts
+from shardwise.models.read import facts_of_plan
 from shardwise.trainer.measured import METRICS_FILE
 from shardwise.trainer.state import (
     CHECKPOINTS_DIR,
@@ -61,6 +62,16 @@ def check_resume(run_dir: Path, *, resume: bool) -> None:
         )
     if resume and not checkpoints:
         raise UserError(f"{run_dir} holds no complete checkpoint to resume from.")
+
+
+def check_same_adapters(run_dir: Path, plan: Plan) -> None:
+    """Refuse to resume with other adapters than those of the checkpoint, or without them."""
+    checkpoints = complete_checkpoints(run_dir)
+    if checkpoints:
+        try:
+            facts_of_plan(plan.model_copy(update={"model": str(checkpoints[-1] / "model")}))
+        except UserError as error:
+            raise UserError(f"cannot resume {checkpoints[-1]}: {error}") from None
 
 
 def check_same_rows(run_dir: Path, plan: Plan, rows_folder: Path, num_steps: int) -> None:

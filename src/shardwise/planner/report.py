@@ -16,6 +16,7 @@ from shardwise.planner.search import MEMORY_EVIDENCE, Answer, Option, suggest
 from shardwise.planner.timing import traffic
 
 _REJECTED_PER_REASON = 3
+_TASKS = {"full": "full fine-tuning", "lora": "fine-tuning of adapters", "serve": "serving"}
 _PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -59,16 +60,18 @@ def verdict_text(answer: Answer) -> str:
 def render(answer: Answer) -> RenderableType:
     """The terminal page: verdict first, numbers below."""
     facts, asked = answer.facts, answer.single.plan
-    what = "full fine-tuning" if asked.task == "full" else "serving"
+    what = _TASKS[asked.task]
     title = Text.assemble(
         (f"{what} of {asked.model.rstrip('/').rsplit('/', 1)[-1]}", "bold"),
         f"  {facts.model_type}, {count(facts.num_parameters)} parameters, "
         f"{facts.num_layers} layers, {facts.num_heads} heads, {facts.num_kv_heads} KV heads",
+        f", {count(facts.num_trained_parameters)} of them in adapters" if facts.adapters else "",
     )
     parts: list[RenderableType] = [title, Text(verdict_text(answer), style="bold"), Text()]
-    if asked.task == "full":
-        states = gib(state_bytes(facts))
-        note = f"weights, gradients and moments alone take 16 bytes a parameter: {states}"
+    if asked.trains:
+        note = f"weights, gradients and moments alone take {gib(state_bytes(asked, facts))}"
+        if facts.adapters is None:
+            note += ": 16 bytes a parameter"
         parts.append(Text(note, style="dim"))
     parts += [Text(f"note: {note}", style="dim") for note in answer.notes]
     parts.append(_memory_table(answer))
@@ -106,6 +109,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         },
         "notes": list(answer.notes),
         "parameters": answer.facts.num_parameters,
+        "trained_parameters": answer.facts.num_trained_parameters,
         "plan": chosen.plan.model_dump(exclude_none=True) if chosen else None,
     }
 

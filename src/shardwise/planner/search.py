@@ -174,7 +174,7 @@ def _illegal(plan: Plan, facts: ModelFacts, count: int) -> list[tuple[str, str]]
     found = []
     for tp in range(2, count + 1):
         if count % tp == 0:
-            split = facts.num_experts > 0 and plan.task == "full"  # which experts need
+            split = facts.num_experts > 0 and plan.trains  # which experts need
             layout = Layout(fsdp=count // tp, tp=tp, sequence_parallel=split)
             reason = why_illegal(layout, facts, task=plan.task)
             if reason is not None:
@@ -203,7 +203,7 @@ def _levers(plan: Plan, facts: ModelFacts, machine: Machine | None) -> list[Opti
 
 def _option(name: str, plan: Plan, facts: ModelFacts, machine: Machine | None) -> Option:
     memory = predict_memory(plan, facts)
-    training = plan.task == "full"
+    training = plan.trains
     step_s = step_time(plan, facts, machine).total_s if machine and training else None
     moved = sum(line.bytes_per_step for line in traffic(plan, facts)) if training else 0
     evidence = {"memory": memory, "memory_evidence": MEMORY_EVIDENCE, "step_s": step_s}

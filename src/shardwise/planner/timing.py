@@ -95,8 +95,8 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
     lines = []
     for group in _fsdp_groups(plan, facts, stages):
         lines += _shard_traffic(plan, group)
-        if layout.dp > 1 and not layout.sums_by_itself:
-            lines.append(_all_reduce(plan, group.reductions, group.shard))
+        if layout.dp > 1 and not layout.sums_by_itself and group.trained:
+            lines.append(_all_reduce(plan, group.reductions, group.trained_shard))
     if layout.dp > 1 and layout.sums_by_itself:
         lines += [_all_reduce(plan, count, size) for size, count in _parameters(facts, layout)]
     if layout.ep > 1:
@@ -121,6 +121,8 @@ class _Groups:
     """that share one"""
     values: int
     """of one group"""
+    trained: int
+    """of these"""
     gathers: int
     """of all of them in a step"""
     reductions: int
@@ -130,17 +132,24 @@ class _Groups:
         """Values of one group that a rank keeps."""
         return -(-self.values // self.num_ranks)
 
+    @property
+    def trained_shard(self) -> int:
+        """Those of them that are trained."""
+        return -(-self.trained // self.num_ranks)
+
 
 def _fsdp_groups(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[_Groups]:
     """The groups of a rank's layers, and what is outside of them."""
     layout, sizes = plan.layout, RankSizes.of(facts, plan.layout, stages)
     found = []
     for layers in sizes.layers:
-        found.append(("fsdp", layers.values - layers.experts, layers.count, True))
+        experts = 0 if sizes.trains_adapters else layers.experts
+        dense = layers.values - layers.experts, layers.trained - experts
+        found.append(("fsdp", *dense, layers.count, True))
         if layers.experts:
-            found.append(("efsdp", layers.experts, layers.count, True))
-    outer = [RankSizes.of(facts, plan.layout, [stage]).outer for stage in stages]
-    found += [("fsdp", values, 1, False) for values in outer if values]
+            found.append(("efsdp", layers.experts, experts, layers.count, True))
+    outer = [RankSizes.of(facts, plan.layout, [stage]) for stage in stages]
+    found += [("fsdp", one.outer, one.trained_outer, 1, False) for one in outer if one.outer]
     num_micro = plan.train.num_micro_batches(layout)
     gathers = 1 if layout.zero == 1 else num_micro
     return [
@@ -148,10 +157,11 @@ def _fsdp_groups(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> 
             axis=axis,
             num_ranks=layout.num_shards if axis == "fsdp" else layout.num_expert_shards,
             values=values,
+            trained=trained,
             gathers=count * gathers * (2 if layout.zero == 3 and is_layer else 1),
             reductions=count * (1 if layout.reduces_once else num_micro),
         )
-        for axis, values, count, is_layer in found
+        for axis, values, trained, count, is_layer in found
     ]
 
 
@@ -163,7 +173,7 @@ def _shard_traffic(plan: Plan, group: _Groups) -> list[Collective]:
         return []
     moved: list[tuple[Op, int, int]] = [
         ("all_gather", group.gathers, group.values * c),
-        ("reduce_scatter", group.reductions, group.values * r),
+        ("reduce_scatter", group.reductions, group.trained * r),
     ]
     if plan.devices.kind == "cpu":
         # what one backward pass has made crosses in the dtype in which it was made
@@ -171,11 +181,12 @@ def _shard_traffic(plan: Plan, group: _Groups) -> list[Collective]:
         sent = min(c, r) if of_one_pass and layout.pp == 1 else r
         moved = [
             ("send", group.gathers * (n - 1), group.shard * c),
-            ("all_to_all", group.reductions, group.values * sent),
+            ("all_to_all", group.reductions, group.trained * sent),
         ]
     return [
         Collective(axis=group.axis, op=op, count=count, num_bytes=num_bytes)
         for op, count, num_bytes in moved
+        if num_bytes
     ]
 
 
@@ -191,7 +202,10 @@ def _parameters(facts: ModelFacts, layout: Layout) -> list[tuple[int, int]]:
         (math.prod(param.shape), count)
         for kind, count in layer_counts(facts).items()
         for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values()
+        if param.trained
     ]
+    if facts.adapters is not None:
+        return layers
     table = -(-facts.vocab_size // layout.tp) * facts.hidden_size
     others = [math.prod(shape) for shape in facts.outer_shapes.values()]
     whole = facts.vocab_size * facts.hidden_size
@@ -273,7 +287,7 @@ def _pipeline_traffic(
             tally = tally_bytes(plan, facts)
             lines.append(Collective(axis="pp", op="send", count=count, num_bytes=tally))
     at_one_end = sum(stage.is_first or stage.is_last for stage in stages) == 1
-    if facts.tied and at_one_end:
+    if facts.tied and at_one_end and facts.adapters is None:
         table = _fsdp_share(
             (-(-facts.vocab_size // layout.tp), facts.hidden_size), layout.num_shards
         )
@@ -323,12 +337,15 @@ def _partial_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -
     whole, repeated = 0, 0
     for kind, count in layer_counts(facts, stages).items():
         for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values():
+            if not param.trained:
+                continue
             share = count * _fsdp_share(param.shape, layout.num_shards)
             if param.cut == "kv_heads" and layout.tp > facts.num_kv_heads:
                 repeated += share
             elif _is_partial(param, layout):
                 whole += share
-    if layout.sequence_parallel and any(stage.is_last for stage in stages):
+    last = facts.adapters is None and any(stage.is_last for stage in stages)
+    if layout.sequence_parallel and last:
         whole += _fsdp_share((facts.hidden_size,), layout.num_shards)  # the last norm
     return [values * FP32 for values in (whole, repeated) if values]
 
@@ -354,7 +371,8 @@ def step_flops(plan: Plan, facts: ModelFacts, rank: int = 0) -> float:
     """Floating-point operations of one rank in one optimizer step.
 
     6 for each multiply-add of the forward pass (8 with full recomputation): a matrix parameter
-    and token, or an attention score over half of the sequence on average (causal).
+    and token, or an attention score over half of the sequence on average (causal). A matrix that is
+    frozen has no gradient: 4.
 
     Args:
         rank: position on the `pp` axis.
@@ -367,7 +385,19 @@ def step_flops(plan: Plan, facts: ModelFacts, rank: int = 0) -> float:
     if any(stage.is_last for stage in stages):
         work += head_cost(facts)
     again = 2 / train.checkpoint_every if train.checkpointing == "full" else 0
-    return (6 + again) * tokens * work / layout.tp / layout.cp
+    operations = (6 + again) * work
+    if facts.adapters is not None:
+        operations -= 2 * _frozen(facts, stages)
+    return operations * tokens / layout.tp / layout.cp
+
+
+def _frozen(facts: ModelFacts, stages: Sequence[StageSpec]) -> int:
+    """Parameters that a token meets in some stages and that adapters leave frozen."""
+    frozen = sum(
+        count * (facts.num_active_parameters(kind) - facts.num_trained_of(kind))
+        for kind, count in layer_counts(facts, stages).items()
+    )
+    return frozen + (int(head_cost(facts)) if any(stage.is_last for stage in stages) else 0)
 
 
 def step_time(plan: Plan, facts: ModelFacts, machine: Machine) -> StepTime:
@@ -390,11 +420,10 @@ def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> St
     logits = 0  # maximum, power, sum and softmax are made in place
     if sizes.head:
         logits = 6 * facts.vocab_size // layout.tp * FP32
-    updates = (
-        sizes.total / layout.num_shards * FP32 * 7
-    )  # AdamW reads four tensors and writes three
+    updates = sizes.own_trained(layout) * FP32 * 7  # AdamW reads four tensors and writes three
     copied = sum(
-        group.values * (group.gathers * c + group.reductions * plan.precision.reduce_bytes)
+        group.values * group.gathers * c
+        + group.trained * group.reductions * plan.precision.reduce_bytes
         for group in _fsdp_groups(plan, facts, stages)
         if group.num_ranks > 1 or layout.dp > 1
     )
