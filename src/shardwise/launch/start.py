@@ -28,13 +28,13 @@ from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
 from shardwise.launch.rundir import (
     check_resume,
-    check_same_adapters,
+    check_same_task,
     check_same_rows,
     claimed,
     tidy,
 )
-from shardwise.models.adapters import base_of
-from shardwise.models.read import facts_of_plan, read_facts
+from shardwise.models.adapters import base_of, directory_with
+from shardwise.models.read import TOKENIZER_FILE, facts_of_plan, read_facts
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
@@ -46,7 +46,6 @@ from shardwise.weights.names import open_model_index
 if TYPE_CHECKING:
     from shardwise.trainer.data.chat import Example
 
-TOKENIZER_FILE = "tokenizer.json"
 _PREFIX = "shardwise-"
 _SHORT_JOB_TIMEOUT_S = 300.0
 
@@ -106,7 +105,7 @@ def start_train(
             checked = check_model(plan)
             held.enter_context(claimed(run_dir))
             check_resume(run_dir, resume=resume)
-            check_same_adapters(run_dir, plan)
+            check_same_task(run_dir, plan)
             tidy(run_dir, facts_of_plan(plan), resume=resume)
             _prepare_inputs(checked, data, eval_data, run_dir)
             return _job("train", checked, run_dir, device, plan.train.timeout_s)
@@ -171,7 +170,10 @@ def start_check(plan: Plan, source: Path, exported: Path, dtype: str) -> tuple[f
     console.out.print(f"comparing plain transformers with the sharded model ({layout}) ...")
     with TemporaryDirectory(prefix=_PREFIX) as name:
         folder = Path(name)
-        check = Check(ids=ids, dtype=dtype)
+        how: Literal["merged", "alone"] | None = None
+        if facts.adapters is not None:
+            how = "merged" if base_of(exported) is None else "alone"
+        check = Check(ids=ids, dtype=dtype, adapters=how)
         (folder / CHECK_FILE).write_text(yaml.safe_dump(check.model_dump()), encoding="utf-8")
         run_local(_job("logits", sharded, folder, device_type(plan), _SHORT_JOB_TIMEOUT_S))
         return compare_with_plain(folder, exported)
@@ -200,9 +202,7 @@ def device_type(plan: Plan) -> str:
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a model directory (or of the model of adapters), which must have a chat
     template."""
-    base = base_of(Path(model))
-    if base is not None and not (Path(model) / TOKENIZER_FILE).exists():
-        model = str(base)
+    model = str(directory_with(TOKENIZER_FILE, model))
     if not (Path(model) / TOKENIZER_FILE).exists():
         raise UserError(f"{model} has no {TOKENIZER_FILE}; copy the tokenizer's files there.")
     import transformers

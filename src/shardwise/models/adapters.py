@@ -138,6 +138,14 @@ def base_of(directory: Path) -> Path | None:
     return base
 
 
+def directory_with(file: str, model: str | Path) -> Path:
+    """Where a small file of a model is: beside its adapters, or with the model that they are of."""
+    directory = Path(model)
+    if (directory / file).exists():
+        return directory
+    return base_of(directory) or directory
+
+
 def read_adapters(directory: Path) -> Lora:
     """What `adapter_config.json` says of a directory's adapters.
 

@@ -15,7 +15,7 @@ from shardwise.models.facts import ModelFacts
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.layers import Latent, LayerKind
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 _DEFAULT_Q_RANK = 1536  # of transformers' config class
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
