@@ -28,8 +28,8 @@ from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
 from shardwise.launch.rundir import (
     check_resume,
-    check_same_task,
     check_same_rows,
+    check_same_task,
     claimed,
     tidy,
 )
