@@ -24,15 +24,13 @@ from tests.oracle import (
     assert_close,
     run_oracle,
 )
-from tests.ranks.layouts import FAST, SLOW, Case
+from tests.ranks.layouts import ADAPTED_FAST, ADAPTED_SLOW, FAST, LORA, SLOW, Case
 from tests.ranks.steps import RAGGED, RankStep, _micro_batches, random_rows, run_steps
 from tests.run_ranks import run_ranks
 
 NUM_STEPS = 5
 EPS = 1e-3  # with 1e-8, a gradient of rounding noise would decide the first update
 BATCHES = [random_rows(RAGGED, seed=seed) for seed in range(NUM_STEPS)]
-LORA = "+lora"
-"""of a model's name: its adapters are trained"""
 FSDP2, TP2 = {"fsdp": 2}, {"tp": 2}
 
 
@@ -51,13 +49,13 @@ def oracle(name: str) -> tuple[OracleStep, ...]:
     return tuple(run_oracle(model, BATCHES, optimizer, clip_norm=0.5, adapters=adapters))
 
 
-@pytest.mark.parametrize("case", FAST, ids=str)
+@pytest.mark.parametrize("case", FAST + ADAPTED_FAST, ids=str)
 def test_layout_equals_one_process(case: Case) -> None:
     check_parity(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=str)
+@pytest.mark.parametrize("case", SLOW + ADAPTED_SLOW, ids=str)
 def test_layout_equals_one_process_slow(case: Case) -> None:
     check_parity(case)
 
@@ -106,7 +104,9 @@ def check_replicas(got: list[RankStep]) -> None:
 def test_every_claimed_family_and_kind_is_in_the_matrix() -> None:
     """docs/capabilities.md says "proved" only of what runs here."""
     proved = {
-        (model_config(case.model).model_type, kind) for case in FAST + SLOW for kind in case.kinds
+        (model_config(case.model.removesuffix(LORA)).model_type, kind)
+        for case in FAST + SLOW + ADAPTED_FAST + ADAPTED_SLOW
+        for kind in case.kinds
     }
     for family in FAMILIES.values():
         for kind in set(family.proved) - {"serve tp"}:

@@ -10,7 +10,7 @@ from typing import Literal
 from shardwise.config import Layout, Plan
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.families import AXES
+from shardwise.models.families import AXES, LORA
 from shardwise.planner.stages import why_not_scheduled
 
 KV = "KV heads"
@@ -219,8 +219,9 @@ def _kinds(layout: Layout, task: str) -> set[str]:
     """The kinds of parallelism (rows of the capability table) that a layout uses."""
     if task == "serve":
         return {"serve tp"} if layout.tp > 1 else set()
+    adapters = {LORA} if task == "lora" else set()
     axes = [axis for axis in AXES if getattr(layout, axis) > 1]
-    kinds = {*axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
+    kinds = {*adapters, *axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
     if layout.sequence_parallel:
         kinds.add("sequence parallel")
     if layout.ep > 1:

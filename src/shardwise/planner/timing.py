@@ -309,6 +309,8 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
     sums_again = recompute * (2 if "post_feedforward_layernorm" in facts.family.norms else 1)
     whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
     targets = local_tokens(plan) - (train.micro_batch if layout.cp == 1 else 0)
+    # beside adapters the embedding is frozen, and what enters the first layer has no gradient
+    no_gradient = 0 if facts.adapters is None else first
     lines: list[tuple[Op, int, int]] = []
     for begin in range(0, targets, LOSS_CHUNK_TOKENS):
         chunk = min(LOSS_CHUNK_TOKENS, targets - begin)
@@ -317,11 +319,13 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
         # in and out of a region, and the other way back; the embedding is cut once
         both_ways = 2 * num_micro * _num_regions(facts, counts)
         entered_again = num_micro * _num_regions(facts, recomputed)
-        lines.append(("all_gather", both_ways + entered_again + first + last, whole))
-        lines.append(("reduce_scatter", both_ways + sums_again + last, whole))
+        gathers = both_ways + entered_again + first - no_gradient + last
+        lines.append(("all_gather", gathers, whole))
+        lines.append(("reduce_scatter", both_ways - no_gradient + sums_again + last, whole))
         lines.append(("all_reduce", first, whole))
     else:
-        lines.append(("all_reduce", 4 * layers + sums_again + first + last, whole))
+        sums = 4 * layers - no_gradient + sums_again + first + last
+        lines.append(("all_reduce", sums, whole))
     lines += [("all_reduce", 1, num_bytes) for num_bytes in _partial_bytes(plan, facts, stages)]
     return [
         Collective(axis="tp", op=op, count=count, num_bytes=num_bytes)
