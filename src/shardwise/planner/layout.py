@@ -191,7 +191,6 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
             "and train.checkpointing=none has none; set that to selective or full."
         )
     reason = why_too_few_rows(plan) or why_not_scheduled(plan, facts)
-    reason = reason or _why_no_adapters(plan, facts)
     if reason is not None:
         raise UserError(f"{reason}.")
     context = plan.serve.context
@@ -201,18 +200,6 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
             f"max_position_embeddings={facts.max_positions}; set it to at most that."
         )
     return plan
-
-
-def _why_no_adapters(plan: Plan, facts: ModelFacts) -> str | None:
-    """The reason why a stage of a pipeline would have nothing to train; None if none has."""
-    layers = [facts.params_of(kind) for kind in facts.layers]
-    bare = [n for n, params in enumerate(layers) if not any(p.trained for p in params.values())]
-    if facts.adapters is None or plan.layout.pp == 1 or not bare:
-        return None
-    return (
-        f"lora.targets={facts.adapters.targets} leaves layer {bare[0]} without an adapter, and a "
-        "pipeline needs one in every layer; name a matrix that every layer has, or set pp=1"
-    )
 
 
 def _kinds(layout: Layout, task: str) -> set[str]:
