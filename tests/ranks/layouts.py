@@ -291,12 +291,14 @@ def _adapted() -> list[Case]:
         {"pp": 2},
         {"cp": 2},
     ]
-    cases = [adapted(model, layout) for model in (*FAMILY_MODELS, "LLB") for layout in alone]
+    cases = [adapted(model, layout) for model in FAMILY_MODELS for layout in alone]
+    cases += [adapted("LLB", layout) for layout in alone[3:5]]
     cases += [adapted("ODD", layout) for layout in THREE]
     split = [layout for layout in alone if "tp" not in layout or SPLIT.items() <= layout.items()]
-    for model in ("MIX", "MOE", "MOED", "OSS", "DS", "DSQ"):
+    for model in ("MIX", "MOE", "OSS", "DS"):
         cases += [adapted(model, layout) for layout in (*split, *EXPERTS[:1], *EXPERTS[5:6])]
-    cases += [adapted(model, layout) for model in ("LL", "G3") for layout in PAIRS]
+    cases += [adapted("MOED", {"pp": 2}), adapted("DSQ", {"tp": 2, **SPLIT})]
+    cases += [adapted("G3", layout) for layout in PAIRS]
     cases += [adapted("Q3", layout) for layout in TRIPLES if "pp" not in layout]
     cases += [adapted("Q3", TRIPLES[1]), adapted("PHI", {"tp": 4, **SPLIT})]
     cases += [adapted("Q3", {"pp": 2}, pipeline_schedule=name, micro_batch=1) for name in SCHEDULES]

@@ -57,17 +57,28 @@ def run_steps(
     batches: Sequence[Sequence[Row]],
     *,
     timeout_s: float = 60.0,
+    kept: Sequence[int] | None = None,
     **train: Any,
 ) -> list[list[RankStep]]:
-    """Train on each batch in turn; result[rank][step]."""
+    """Train on each batch in turn; result[rank][step].
+
+    Args:
+        kept: numbers of the steps of which tensors are brought back; None: of all.
+    """
     num_ranks = Layout(**layout).world_size
+    keep = range(len(batches)) if kept is None else kept
     return run_ranks(
-        num_ranks, _train_on_rank, str(model_dir), layout, batches, train, timeout_s=timeout_s
+        num_ranks, _train_on_rank, str(model_dir), layout, batches, train, keep, timeout_s=timeout_s
     )
 
 
 def _train_on_rank(
-    rank: int, model_dir: str, layout: dict[str, int], batches: Sequence[Any], train: Overrides
+    rank: int,
+    model_dir: str,
+    layout: dict[str, int],
+    batches: Sequence[Any],
+    train: Overrides,
+    kept: Sequence[int],
 ) -> list[RankStep]:
     import torch
 
@@ -94,10 +105,10 @@ def _train_on_rank(
     sharded = load_model(plan, mesh, torch.float32)
     optimizer = make_optimizer(sharded, settings)
     steps = []
-    for rows in batches:
+    for number, rows in enumerate(batches):
         micro = _micro_batches(rows, plan, mesh)
         result = train_step(sharded, optimizer, micro, mesh, settings, settings.learning_rate)
-        steps.append(_collect(sharded, result))
+        steps.append(_collect(sharded, result, tensors=number in kept))
     return steps
 
 
@@ -129,13 +140,14 @@ def _micro_batches(rows: Sequence[Row], plan: Any, mesh: Any) -> Any:
     )
 
 
-def _collect(sharded: Any, result: Any) -> RankStep:
+def _collect(sharded: Any, result: Any, *, tensors: bool = True) -> RankStep:
     from shardwise.parallel.grads import local_part
     from shardwise.weights.load import local_box
 
     params = [(name, p) for name, p in sharded.stored_names() if p.requires_grad]
     missing = [name for name, p in params if p.grad is None]
     assert not missing, f"no gradient: {missing}"
+    params = params if tensors else []
     return RankStep(
         loss=result.loss,
         norm=result.grad_norm,

@@ -29,6 +29,8 @@ from tests.ranks.steps import RAGGED, RankStep, _micro_batches, random_rows, run
 from tests.run_ranks import run_ranks
 
 NUM_STEPS = 5
+COMPARED = (0, NUM_STEPS - 1)
+"""steps of which every gradient and parameter is compared; of the others loss and norm are"""
 EPS = 1e-3  # with 1e-8, a gradient of rounding noise would decide the first update
 BATCHES = [random_rows(RAGGED, seed=seed) for seed in range(NUM_STEPS)]
 FSDP2, TP2 = {"fsdp": 2}, {"tp": 2}
@@ -69,6 +71,7 @@ def check_parity(case: Case, batches: Sequence[Sequence[Row]] = BATCHES) -> None
         eps=EPS,
         weight_decay=0.1,
         clip_norm=0.5,
+        kept=COMPARED,
         **{"micro_batch": 2, **case.train},  # type: ignore[arg-type]
     )
     parts = fused_parts(read_facts(saved(case.model)))
@@ -78,6 +81,8 @@ def check_parity(case: Case, batches: Sequence[Sequence[Row]] = BATCHES) -> None
             assert one.loss == pytest.approx(want.loss, rel=LOSS_RTOL)
             assert one.norm == pytest.approx(want.norm, rel=NORM_RTOL)
             assert one.num_tokens == want.num_tokens == sum(RAGGED)
+        if number not in COMPARED:
+            continue
         scale = min(1.0, 0.5 / (want.norm + 1e-6))  # the gradients have been clipped in place
         found = {name for one in got for name in one.grads}
         assert {parts.get(name, (name, 0))[0] for name in found} == set(want.grads)
@@ -85,8 +90,7 @@ def check_parity(case: Case, batches: Sequence[Sequence[Row]] = BATCHES) -> None
             name, first = parts.get(key, (key, 0))
             rows = slice(first, first + len(grad))
             assert_close(f"gradient of {key}, step {number}", grad, want.grads[name][rows] * scale)
-            if number in (0, NUM_STEPS - 1):
-                assert_close(f"{key} after step {number}", param, want.params[name][rows])
+            assert_close(f"{key} after step {number}", param, want.params[name][rows])
         if case.layout.get("tp", 1) > 1:  # the parts that a fused matrix was taken into
             trained = {name for name, (whole, _) in parts.items() if whole in want.grads}
             assert trained <= found
