@@ -97,13 +97,13 @@ FAMILY_MODELS = ["LL", "MI_SW", "Q2_SW", "Q3", "G3", "PHI"]
 
 EXPERT_MODELS = ["MIX", "MOE", "MOE0", "MOED", "MOE4", "OSS", "OSSB", "DS", "DSQ"]
 FEW: dict[str, list[str]] = {
-    "MOE0": ["pp"],
+    "MOE0": ["pp", "tp"],
     "MOE4": [],
     "MOED": ["tp", "pp", "ep"],
     "OSSB": ["pp", "cp"],
     "DSQ": ["tp", "pp"],
 }
-"""variants of a family, which are run on layouts with these axes only"""
+"""variants of a family, which are run on layouts of these axes alone"""
 UNRULED = "GPT2"
 """whose matrices nobody has rules for"""
 
@@ -173,7 +173,7 @@ def _slow() -> list[Case]:
             Case(model=model, layout=layout)
             for layout in layouts
             if layout.get("pp", 1) <= 2  # of two layers
-            and any(axis in layout for axis in FEW.get(model, layout))
+            and (model not in FEW or {*layout} & {*AXES, "ep"} <= {*FEW[model]})
         ]
     ruled = [layout for layout in SINGLES if not {"tp", "pp", "cp"} & set(layout)]
     cases += [Case(model=UNRULED, layout=layout) for layout in [*ruled, _pair("dp", "fsdp")]]
