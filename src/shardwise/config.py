@@ -122,6 +122,18 @@ class Devices(Config):
         gt=0,
         description="memory of one device in GiB; None: on cpu an equal part of this machine's",
     )
+    per_node: int | None = Field(
+        default=None, ge=1, description="devices of a node; None: as the catalogue says"
+    )
+    network_gbit: float | None = Field(
+        default=None,
+        gt=0,
+        description="network of a whole node in Gb/s, one direction; None: as the catalogue says",
+    )
+
+    def node(self, usual: int) -> int:
+        """Devices that the fast link joins: of so many usually, but never more than there are."""
+        return min(self.per_node or usual, self.count or self.per_node or usual)
 
 
 class Precision(Config):

@@ -13,7 +13,7 @@ from shardwise.config import GIB, Memory
 from shardwise.console import count, gib
 from shardwise.planner.memory import state_bytes
 from shardwise.planner.search import MEMORY_EVIDENCE, Answer, Option, suggest
-from shardwise.planner.timing import traffic
+from shardwise.planner.traffic import traffic
 
 _REJECTED_PER_REASON = 3
 _PARTS = {

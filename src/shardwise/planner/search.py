@@ -17,7 +17,8 @@ from shardwise.planner.layout import (
 from shardwise.planner.machine import Machine
 from shardwise.planner.memory import predict_memory, stage_bytes
 from shardwise.planner.stages import DEFAULT_SCHEDULE, slowdown, why_not_scheduled
-from shardwise.planner.timing import step_time, traffic
+from shardwise.planner.timing import step_time
+from shardwise.planner.traffic import traffic
 
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
 _MODES = ["none", "selective", "full"]
