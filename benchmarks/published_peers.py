@@ -1,0 +1,239 @@
+"""What other training software does differently from Shardwise, so that its runs can be compared.
+
+The planner's parts are kept where the software does the same, and replaced where it does not: how
+many bytes it keeps of a parameter, whether logits exist whole, which attention it runs, and what it
+hides behind what. Each difference is from the software's documentation or paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.config import GIB, Memory, Plan
+from shardwise.models.facts import ModelFacts
+from shardwise.planner.accelerator import Accelerator
+from shardwise.planner.memory import RankSizes, local_tokens, predict_memory, stages_of_rank
+from shardwise.planner.network import Group, Op
+from shardwise.planner.speeds import Dtype
+from shardwise.planner.stages import worst_ranks
+
+
+class Unplanned(Exception):
+    """Why a row has no prediction."""
+
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """How a run was made, as far as it matters for memory and time."""
+
+    name: str
+    compute: Dtype = "bf16"
+    reduce: Dtype = "fp32"
+    checkpointing: Recompute = "none"
+    fused: bool = True
+    """element-wise operations are fused: compiled, or kernels written by hand"""
+    flash: bool = True
+    """attention never writes its scores"""
+    attention_again: bool = False
+    """only attention is computed again (Korthikanti, section 5)"""
+    overlaps_pipeline: bool = True
+    """gradients are reduced, and messages between stages sent, while the pipeline runs"""
+    fp8: bool = False
+    states: tuple[float, float, float] | None = None
+    """bytes of a parameter's weight, gradient and optimizer state; None: as Shardwise"""
+    whole_logits: bool = True
+    measures: Literal["reserved", "allocated", "states", "first stage"] = "reserved"
+
+
+def software_of(row: Mapping[str, str]) -> Software:
+    """The software of a row, from its source, precision, recomputation and note."""
+    source, note = row.get("source", "").lower(), row.get("note", "").lower()
+    precision = row.get("precision", "").lower()
+    recompute = row.get("recompute", "").lower()
+    if any(word in precision for word in ("fp4", "int4", "int8")):
+        raise Unplanned(f"products in {row['precision']}")
+    if "see note" in precision:
+        raise Unplanned("precision not given")
+    if "async" in note:
+        raise Unplanned("asynchronous tensor parallelism")
+    if "rowwise" in precision:
+        raise Unplanned("float8 with a scale a row")
+    if "offload" in note and "cpu offload false" not in note:
+        raise Unplanned("offload")
+    if "backward" in note and "optimizer-in-backward" in note:
+        raise Unplanned("optimizer inside the backward pass")
+    full = "full" in recompute
+    selective = "selective" in recompute
+    megatron = "megatron" in source or "megascale" in source or "korthikanti" in source
+    old = any(word in source for word in ("sc21", "korthikanti")) or "zero fig" in source
+    mode: Recompute = "full" if full else "none"
+    if selective and not old:
+        mode = "selective"
+    eager = "torchtitan" in source and "compile" not in note
+    eager = eager or any(word in source for word in ("qwen readme", "peft", "transformers"))
+    if "torchtune" in source:
+        eager = "+compile" not in note and not any(
+            word in note for word in ("chunked", "checkpointing", "8-bit")
+        )
+    measures: Literal["reserved", "allocated", "states", "first stage"] = "reserved"
+    if "active" in note or "allocated" in note:
+        measures = "allocated"
+    if "model states" in note:
+        measures = "states"
+    if "first-stage" in note:
+        measures = "first stage"
+    states = None
+    if megatron:
+        states = (2.0, 4.0, 12.0)
+    if measures == "states":
+        states = (2.0, 2.0, 12.0)
+    if precision == "bf16" and ("torchtune" in source):
+        moments = 2.0 if "8-bit" in row.get("optimizer", "").lower() else 4.0
+        states = (2.0, 2.0, moments)
+    return Software(
+        name="megatron" if megatron else source.split(" ")[0],
+        reduce="bf16" if "pure" in note else "fp32",
+        checkpointing=mode,
+        fused=not eager,
+        flash=not old,
+        attention_again=selective and old,
+        fp8="fp8" in precision or "float8" in precision,
+        states=states,
+        whole_logits="chunked" not in note and "chunked" not in source,
+        measures=measures,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSpeeds:
+    """A device as some software uses it."""
+
+    device: Accelerator
+    software: Software
+    plan: Plan
+    facts: ModelFacts
+
+    overlaps = True
+
+    @property
+    def host_s(self) -> float:
+        return self.device.host_s
+
+    @property
+    def node(self) -> int:
+        return self.device.node
+
+    @property
+    def peak_flops(self) -> float:
+        return self.device.peak_flops
+
+    @property
+    def evidence(self) -> str:
+        return self.device.evidence
+
+    def matmul_s(self, m: float, n: int, k: int, dtype: Dtype) -> float:
+        """FP8: at the share of its own peak that bf16 reaches, and both inputs cast before it."""
+        seconds = self.device.matmul_s(m, n, k, dtype)
+        if not self.software.fp8:
+            return seconds
+        peak = self.device.device.fp8_tflops
+        if peak is None:
+            return seconds
+        cast = self.memory_s(3 * (m * k + n * k))
+        return seconds * self.peak_flops / (peak * 1e12) + cast
+
+    def attention_s(self, flops: float, dtype: Dtype) -> float:
+        """Without fused attention: two products, and the scores of every pair read and written."""
+        if self.software.flash:
+            return self.device.attention_s(flops, dtype)
+        # both halves of the square are made; softmax, dropout and its mask take 13 bytes a score
+        pairs = flops / (4 * self.facts.head_dim) * 2
+        products = 2 * self.device.matmul_s(
+            pairs / self.plan.train.seq_len, self.plan.train.seq_len, self.facts.head_dim, dtype
+        )
+        return products + self.memory_s(13 * pairs)
+
+    def memory_s(self, num_bytes: float) -> float:
+        return self.device.memory_s(num_bytes)
+
+    def collective_s(self, op: Op, num_bytes: float, group: Group | None = None) -> float:
+        return self.device.collective_s(op, num_bytes, group)
+
+    def link(self, group: Group) -> str:
+        return self.device.link(group)
+
+
+def peer_memory_gib(plan: Plan, facts: ModelFacts, software: Software, interleave: int) -> float:
+    """GiB of the number that was published: reserved, allocated, states, or the first stage."""
+    ours = predict_memory(plan, facts)
+    states = _states(plan, facts, software, ours)
+    if software.measures == "states":
+        return states / GIB
+    if software.name == "megatron" and not software.flash:
+        kept = korthikanti_bytes(plan, facts, software, interleave)
+        return (states + kept) / GIB
+    rest = ours.activations + ours.buffers + ours.kv_cache
+    logits = ours.logits
+    if software.whole_logits and logits:
+        # bf16 logits, their fp32 copy, its softmax and gradient; the gradient in bf16
+        vocab = -(-facts.vocab_size // plan.layout.tp)
+        logits = max(logits, vocab * local_tokens(plan) * (2 + 4 + 4 + 4))
+    total = states + rest + logits
+    if software.measures != "reserved":
+        return total / GIB
+    slack = ours.reserve / max(1, ours.total - ours.reserve)
+    return total * (1 + min(slack, 0.15)) / GIB
+
+
+def _states(plan: Plan, facts: ModelFacts, software: Software, ours: Memory) -> float:
+    if software.states is None:
+        return ours.weights + ours.gradients + ours.optimizer
+    weights, gradients, optimizer = software.states
+    layout = plan.layout
+    ranks = [
+        RankSizes.of(facts, layout, stages_of_rank(plan, facts, rank)).total
+        for rank in worst_ranks(plan, facts)
+    ]
+    held = max(ranks) if software.measures != "first stage" else ranks[0]
+    n = layout.num_shards if layout.num_shards > 1 else 1
+    shared = {1: (1, 1, n), 2: (1, n, n), 3: (n, n, n)}[layout.zero]
+    parts = zip((weights, gradients, optimizer), shared, strict=True)
+    return held * sum(size / ranks for size, ranks in parts)
+
+
+def korthikanti_bytes(plan: Plan, facts: ModelFacts, software: Software, interleave: int) -> float:
+    """Activations of the first stage (arXiv 2205.05198, equations 1 to 6), 16 bit, with dropout."""
+    layout, train = plan.layout, plan.train
+    s, b, h, t = train.seq_len, train.micro_batch, facts.hidden_size, layout.tp
+    scores = 5 * facts.num_heads * s / h
+    if software.attention_again:
+        scores = 0.0
+    if layout.sequence_parallel:
+        layer = s * b * h / t * (34 + scores)
+    else:
+        layer = s * b * h * (10 + 24 / t + scores / t)
+    if train.checkpointing == "full":
+        layer = 2 * s * b * h
+    p = layout.pp
+    in_flight = p if interleave == 1 else p * (1 + (p - 1) / (p * interleave))
+    in_flight = min(in_flight, train.num_micro_batches(layout)) if p > 1 else 1
+    per_stage = facts.num_layers / p
+    embedding = s * b * h * p / t if p > 1 else s * b * h / t
+    return layer * per_stage * in_flight + embedding
+
+
+def idle_share(plan: Plan, interleave: int) -> float:
+    """The bubble of a pipeline with so many stages a rank (arXiv 2104.04473, section 2.2)."""
+    micro = plan.train.num_micro_batches(plan.layout)
+    return (plan.layout.pp - 1) / (max(1, interleave) * micro)
+
+
+def tokens_per_s(plan: Plan, step_s: float) -> float:
+    """Tokens a second of one device."""
+    return plan.train.global_batch * plan.train.seq_len / plan.layout.world_size / step_s
+
