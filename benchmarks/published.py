@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks.published_peers import (
     PeerSpeeds,
     Unplanned,
-    idle_share,
     peer_memory_gib,
+    step_seconds,
     tokens_per_s,
 )
 from benchmarks.published_rows import Row, Run, read_rows, real, run_of
@@ -37,8 +37,6 @@ from shardwise.catalog import load_catalog
 from shardwise.config import Plan
 from shardwise.errors import UserError
 from shardwise.planner.accelerator import accelerator
-from shardwise.planner.stages import bubble
-from shardwise.planner.timing import step_time
 
 _SETTING = ("source", "model", "gpu", "gpu_mem_GB", "n_gpus", "seq_len", "global_batch", "method")
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -137,15 +135,7 @@ def _step_s(plan: Plan, run: Run) -> float | str:
     if run.software.fp8 and run.device.fp8_tflops is None:
         return f"no peak in fp8 of {run.device.name}"
     speeds = PeerSpeeds(device=device, software=run.software, plan=plan, facts=run.facts)
-    time = step_time(plan, run.facts, speeds)
-    total = time.total_s
-    if plan.layout.pp > 1:
-        total += time.idle_s * (idle_share(plan, run.interleave) / bubble(plan) - 1)
-        if run.software.overlaps_pipeline:  # behind the last passes, which are one of many
-            behind = (time.compute_s + time.memory_s) / plan.train.num_micro_batches(plan.layout)
-            shown = sum(x.exposed_s for x in time.lines if x.line.axis in ("fsdp", "efsdp", "dp"))
-            total -= min(shown, behind)
-    return total
+    return step_seconds(plan, run.facts, speeds, run.interleave)
 
 
 def _published_throughput(row: Row) -> tuple[str | None, float | None]:
@@ -167,7 +157,9 @@ def _in_unit(tokens: float, unit: str | None, plan: Plan, run: Run) -> float:
     facts, train = run.facts, plan.train
     layers = sum(facts.num_active_parameters(kind) for kind in facts.layers)
     scores = 2 * facts.num_layers * facts.attention_size * train.seq_len
-    again = 4 / 3 if "counts recompute" in run.row.get("note", "").lower() else 1.0
+    told = f"{run.row.get('source', '')} {run.row.get('note', '')}".lower()
+    hardware = "counts recompute" in told or "sc21" in told
+    again = 4 / 3 if hardware and train.checkpointing == "full" else 1.0
     flops = 6 * (again * (layers + scores) + facts.vocab_size * facts.hidden_size)
     per_s = tokens * flops
     return per_s / 1e12 if unit == "TFLOP/s" else per_s / ((run.device.bf16_tflops or 1) * 1e12)
@@ -235,8 +227,11 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     reasons = Counter(r.reason for r in results if r.reason)
     slow = Counter(r.speed_reason for r in results if r.speed_reason and r.published_throughput)
     nothing = sum(
-        r.reason is None and r.memory_error is None and r.throughput_error is None
-        and not r.out_of_memory and not r.speed_reason
+        r.reason is None
+        and r.memory_error is None
+        and r.throughput_error is None
+        and not r.out_of_memory
+        and not r.speed_reason
         for r in results
     )
     if nothing:
@@ -252,7 +247,10 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "signed_memory_median": _median(
             [r.memory_error for r in results if r.memory_error is not None]
         ),
-        "out_of_memory": {"rows": len(failed), "predicted_to_fit": sum(bool(r.fits) for r in failed)},
+        "out_of_memory": {
+            "rows": len(failed),
+            "predicted_to_fit": sum(bool(r.fits) for r in failed),
+        },
         "pairs": {"number": len(ordered), "right": sum(pair["right"] for pair in ordered)},
         "not_planned": dict(reasons),
         "no_throughput": dict(slow),

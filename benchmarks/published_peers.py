@@ -7,6 +7,7 @@ hides behind what. Each difference is from the software's documentation or paper
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -15,9 +16,10 @@ from shardwise.config import GIB, Memory, Plan
 from shardwise.models.facts import ModelFacts
 from shardwise.planner.accelerator import Accelerator
 from shardwise.planner.memory import RankSizes, local_tokens, predict_memory, stages_of_rank
-from shardwise.planner.network import Group, Op
+from shardwise.planner.network import Group, Op, place
 from shardwise.planner.speeds import Dtype
-from shardwise.planner.stages import worst_ranks
+from shardwise.planner.stages import bubble, worst_ranks
+from shardwise.planner.timing import step_time
 
 
 class Unplanned(Exception):
@@ -39,10 +41,19 @@ class Software:
     """element-wise operations are fused: compiled, or kernels written by hand"""
     flash: bool = True
     """attention never writes its scores"""
+    attention_share: float = 1.0
+    """of the device's rate of attention: FlashAttention of 2022 has 0.55 of that of 2023 (arXiv
+    2307.08691, figure 4)"""
     attention_again: bool = False
     """only attention is computed again (Korthikanti, section 5)"""
     overlaps_pipeline: bool = True
     """gradients are reduced, and messages between stages sent, while the pipeline runs"""
+    overlaps_tensor: bool = False
+    """products are cut in as many parts as there are ranks, each sent while the next is made"""
+    gathers_parameters: bool = False
+    """each parameter is gathered by itself, when it is needed (DeepSpeed before its prefetch)"""
+    sends_once_a_node: bool = False
+    """a token that goes to several experts of a node crosses to it once (DeepEP)"""
     fp8: bool = False
     states: tuple[float, float, float] | None = None
     """bytes of a parameter's weight, gradient and optimizer state; None: as Shardwise"""
@@ -102,6 +113,10 @@ def software_of(row: Mapping[str, str]) -> Software:
         fused=not eager,
         flash=not old,
         attention_again=selective and old,
+        attention_share=0.55 if "foundry" in source else 1.0,
+        overlaps_tensor=megatron and not old,
+        gathers_parameters="zero-3;" in note,
+        sends_once_a_node=megatron and not old,
         fp8="fp8" in precision or "float8" in precision,
         states=states,
         whole_logits="chunked" not in note and "chunked" not in source,
@@ -150,7 +165,7 @@ class PeerSpeeds:
     def attention_s(self, flops: float, dtype: Dtype) -> float:
         """Without fused attention: two products, and the scores of every pair read and written."""
         if self.software.flash:
-            return self.device.attention_s(flops, dtype)
+            return self.device.attention_s(flops, dtype) / self.software.attention_share
         # both halves of the square are made; softmax, dropout and its mask take 13 bytes a score
         pairs = flops / (4 * self.facts.head_dim) * 2
         products = 2 * self.device.matmul_s(
@@ -162,6 +177,10 @@ class PeerSpeeds:
         return self.device.memory_s(num_bytes)
 
     def collective_s(self, op: Op, num_bytes: float, group: Group | None = None) -> float:
+        """Copies of a token that go to the same node cross once, where the software sees to it."""
+        if op == "all_to_all" and group and group.crosses and self.software.sends_once_a_node:
+            nodes, chosen = group.size / group.per_node, self.facts.experts_per_token
+            num_bytes *= nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen
         return self.device.collective_s(op, num_bytes, group)
 
     def link(self, group: Group) -> str:
@@ -237,3 +256,40 @@ def tokens_per_s(plan: Plan, step_s: float) -> float:
     """Tokens a second of one device."""
     return plan.train.global_batch * plan.train.seq_len / plan.layout.world_size / step_s
 
+
+def step_seconds(plan: Plan, facts: ModelFacts, speeds: PeerSpeeds, interleave: int) -> float:
+    """Seconds of a step of some software: the planner's, with what it does otherwise."""
+    software, layout = speeds.software, plan.layout
+    num_micro = plan.train.num_micro_batches(layout)
+    time = step_time(plan, facts, speeds)
+    total = time.total_s
+    busy = time.compute_s + time.memory_s
+    shown = {axis: s for axis, s in time.exposed_by_axis().items() if s > 0}
+    shards = sum(shown.get(axis, 0.0) for axis in ("fsdp", "efsdp", "dp"))
+    if software.gathers_parameters:
+        total += _parameter_gathers(plan, facts, speeds)
+    elif software.overlaps_pipeline and layout.pp > 1:  # behind the last of many passes
+        total -= min(shards, busy / num_micro)
+    if software.overlaps_tensor:
+        total -= min(shown.get("tp", 0.0), time.compute_s) * (1 - 1 / layout.tp)
+    if layout.pp > 1:
+        total += time.idle_s * (idle_share(plan, interleave) / bubble(plan) - 1)
+    if software.whole_logits:  # cast, softmax and their gradients, each read and written
+        vocab = facts.vocab_size // layout.tp
+        total += num_micro * speeds.memory_s(12 * vocab * local_tokens(plan))
+    return total
+
+
+def _parameter_gathers(plan: Plan, facts: ModelFacts, speeds: PeerSpeeds) -> float:
+    """Seconds to gather each parameter of each layer by itself, with nothing else meanwhile."""
+    group = place(plan.layout, "fsdp", speeds.node)
+    passes = 3 if plan.train.checkpointing == "full" else 2
+    return sum(
+        passes * speeds.collective_s("all_gather", 2 * math.prod(param.shape), group)
+        for kind in facts.layers
+        for param in facts.params_of(kind).values()
+    ) + sum(
+        speeds.collective_s("reduce_scatter", 2 * math.prod(param.shape), group)
+        for kind in facts.layers
+        for param in facts.params_of(kind).values()
+    )

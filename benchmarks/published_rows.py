@@ -196,11 +196,19 @@ def layout_of(row: Row, facts: ModelFacts, num_devices: int) -> Layout:
         raise Unplanned(f"pp={pp} has more stages than {facts.num_layers} layers")
     dp = num_devices // (tp * pp * cp)
     zero, shards = _sharding(row, dp)
+    if "megatron-lm readme" in row.get("source", "").lower() and shards == 1:
+        zero, shards = 1, dp  # it gathers parameters while it computes: a distributed optimizer
+    if shards == 1:
+        zero = 3
     if ep > 1 and (not facts.num_experts or (shards * cp * tp) % ep or facts.num_experts % ep):
         raise Unplanned(f"ep={ep} does not divide the experts or the ranks")
     recompute = row.get("recompute", "").lower()
     old = "sc21" in row.get("source", "").lower()
-    split = tp > 1 and not old and not ("korthikanti" in row["source"].lower() and "sp" not in recompute)
+    split = (
+        tp > 1
+        and not old
+        and not ("korthikanti" in row["source"].lower() and "sp" not in recompute)
+    )
     return Layout(
         dp=dp // shards,
         fsdp=shards,
@@ -324,7 +332,9 @@ def _options(
             )
         return
     plain_first = re.search(r"gpt|mpt|opt|bloom|falcon|neox|pythia", cells.get("model", "").lower())
-    for tied, cls in product((True, False) if plain_first else (False, True), (PlainFacts, ModelFacts)):
+    for tied, cls in product(
+        (True, False) if plain_first else (False, True), (PlainFacts, ModelFacts)
+    ):
         plain = cls is PlainFacts
         family = GPT if plain else FAMILIES["llama"]
         yield cls(family=family, tied=tied, qkv_bias=plain, o_bias=plain, **common)

@@ -132,8 +132,12 @@ class Devices(Config):
     )
 
     def node(self, usual: int) -> int:
-        """Devices that the fast link joins: of so many usually, but never more than there are."""
-        return min(self.per_node or usual, self.count or self.per_node or usual)
+        """Devices of a node that are used, where a node has so many usually.
+
+        Equally many of each node: of 256 devices in racks of 72, 64.
+        """
+        most, count = self.per_node or usual, self.count or self.per_node or usual
+        return max(n for n in range(1, min(most, count) + 1) if count % n == 0)
 
 
 class Precision(Config):

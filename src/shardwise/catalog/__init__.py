@@ -32,6 +32,8 @@ class Device(Config):
     usable_gib: float = Field(gt=0)
     """GiB that a process can allocate, as the driver reports it"""
     bf16_tflops: float | None = Field(default=None, gt=0)
+    sustained_tflops: float | None = Field(default=None, gt=0)
+    """best bf16 product of random values under load; None: as the measured table says"""
     fp16_tflops: float | None = Field(default=None, gt=0)
     fp8_tflops: float | None = Field(default=None, gt=0)
     hbm_gb_per_s: float | None = Field(default=None, gt=0)

@@ -99,7 +99,7 @@ def ring_seconds(
             for local, net, share in _PROTOCOLS
         )
     if op == "all_to_all":
-        outside = num_bytes * (n - group.per_node) / n / network_bytes_per_s
+        outside = num_bytes * (n - group.per_node) / n / network_bytes_per_s if nodes > 1 else 0.0
         inside = num_bytes * (group.per_node - 1) / n / link_bytes_per_s
         local, net, _ = _PROTOCOLS[-1]
         return _LAUNCH_S + (net if group.crosses else local) + outside + inside

@@ -128,7 +128,7 @@ class _Passes(NamedTuple):
 
 
 def step_time(plan: Plan, facts: ModelFacts, speeds: Speeds) -> StepTime:
-    """Predict the seconds of one optimizer step: of its slowest stage, with what a pipeline idles."""
+    """Predict the seconds of one optimizer step: of its slowest stage, idling included."""
     return StepTimer(facts, speeds).step(plan)
 
 
@@ -183,8 +183,10 @@ class StepTimer:
 
     def _layer(self, plan: Plan, kind: LayerKind) -> _Passes:
         layout, train = plan.layout, plan.train
-        key = (kind, layout.tp, layout.ep, layout.cp, layout.sequence_parallel, train.micro_batch)
-        key = (*key, train.seq_len, train.compile, plan.precision.compute)
+        key = (
+            *(kind, layout.tp, layout.ep, layout.cp, layout.sequence_parallel),
+            *(train.micro_batch, train.seq_len, train.compile, plan.precision.compute),
+        )
         if key not in self._layers:
             work, dtype = layer_work(plan, self.facts, kind), plan.precision.compute
             products = self._products_s(work.products, plan)
@@ -254,10 +256,10 @@ class StepTimer:
     ) -> float:
         """The share of the traffic of shards and replicas that shows.
 
-        FSDP gathers a layer while the one before it computes, and reduces a layer's gradients while
-        the next ones are made; only the first gather of a pass and the last reduction of a step have
-        nothing to hide behind. A pipeline of torch reduces after its last pass, and so do replicas
-        without shards. Inside a pass, tensor and context parallelism take time too that hides.
+        FSDP gathers a layer while the one before it computes, and reduces a layer's gradients
+        while the next ones are made; only the first gather of a pass and the last reduction of a
+        step have nothing to hide behind. A pipeline of torch reduces after its last pass, and so do
+        replicas without shards. Tensor and context parallelism take time, too, that hides.
         """
         layout, num_micro = plan.layout, plan.train.num_micro_batches(plan.layout)
         shards = [(line, s) for line, _, s in timed if line.axis in _SHARD_AXES]
