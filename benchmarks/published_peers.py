@@ -12,14 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.config import GIB, Memory, Plan
+from shardwise.config import GIB, Plan
 from shardwise.models.facts import ModelFacts
 from shardwise.planner.accelerator import Accelerator
+from shardwise.planner.activations import selective_bytes_per_token
 from shardwise.planner.memory import RankSizes, local_tokens, predict_memory, stages_of_rank
 from shardwise.planner.network import Group, Op, place
 from shardwise.planner.speeds import Dtype
 from shardwise.planner.stages import bubble, worst_ranks
 from shardwise.planner.timing import step_time
+from shardwise.planner.work import layer_work
+
+
+RESERVED = 1.15
+"""what allocators reserve for each byte allocated: the planner's own share"""
 
 
 class Unplanned(Exception):
@@ -44,6 +50,9 @@ class Software:
     attention_share: float = 1.0
     """of the device's rate of attention: FlashAttention of 2022 has 0.55 of that of 2023 (arXiv
     2307.08691, figure 4)"""
+    products_again: float = 0.0
+    """share of the matrix products that selective recomputation makes again (torchtitan: every
+    second one)"""
     attention_again: bool = False
     """only attention is computed again (Korthikanti, section 5)"""
     overlaps_pipeline: bool = True
@@ -74,6 +83,8 @@ def software_of(row: Mapping[str, str]) -> Software:
         raise Unplanned("asynchronous tensor parallelism")
     if "rowwise" in precision:
         raise Unplanned("float8 with a scale a row")
+    if note.startswith("baseline") and "unpacked" in note:
+        raise Unplanned("rows that are not full")
     if "offload" in note and "cpu offload false" not in note:
         raise Unplanned("offload")
     if "backward" in note and "optimizer-in-backward" in note:
@@ -82,6 +93,8 @@ def software_of(row: Mapping[str, str]) -> Software:
     selective = "selective" in recompute
     megatron = "megatron" in source or "megascale" in source or "korthikanti" in source
     old = any(word in source for word in ("sc21", "korthikanti")) or "zero fig" in source
+    if not recompute and "qwen readme" in source:
+        full = True  # its finetune script sets gradient_checkpointing
     mode: Recompute = "full" if full else "none"
     if selective and not old:
         mode = "selective"
@@ -101,6 +114,8 @@ def software_of(row: Mapping[str, str]) -> Software:
     states = None
     if megatron:
         states = (2.0, 4.0, 12.0)
+    if "deepspeed" in source or "qwen readme" in source:
+        states = (2.0, 2.0, 12.0)
     if measures == "states":
         states = (2.0, 2.0, 12.0)
     if precision == "bf16" and ("torchtune" in source):
@@ -114,6 +129,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         flash=not old,
         attention_again=selective and old,
         attention_share=0.55 if "foundry" in source else 1.0,
+        products_again=0.5 if "(op)" in recompute else 0.0,
         overlaps_tensor=megatron and not old,
         gathers_parameters="zero-3;" in note,
         sends_once_a_node=megatron and not old,
@@ -166,12 +182,18 @@ class PeerSpeeds:
         """Without fused attention: two products, and the scores of every pair read and written."""
         if self.software.flash:
             return self.device.attention_s(flops, dtype) / self.software.attention_share
-        # both halves of the square are made; softmax, dropout and its mask take 13 bytes a score
+        # both halves of the square are made, by two products forward and four backward, of which
+        # the planner asks 3.5 times the forward ones; softmax, dropout and its mask read and write
+        # 32 bytes a score there and back
         pairs = flops / (4 * self.facts.head_dim) * 2
-        products = 2 * self.device.matmul_s(
-            pairs / self.plan.train.seq_len, self.plan.train.seq_len, self.facts.head_dim, dtype
+        products = (
+            6
+            / 3.5
+            * self.device.matmul_s(
+                pairs / self.plan.train.seq_len, self.plan.train.seq_len, self.facts.head_dim, dtype
+            )
         )
-        return products + self.memory_s(13 * pairs)
+        return products + self.memory_s(32 / 3.5 * pairs)
 
     def memory_s(self, num_bytes: float) -> float:
         return self.device.memory_s(num_bytes)
@@ -188,31 +210,57 @@ class PeerSpeeds:
 
 
 def peer_memory_gib(plan: Plan, facts: ModelFacts, software: Software, interleave: int) -> float:
-    """GiB of the number that was published: reserved, allocated, states, or the first stage."""
-    ours = predict_memory(plan, facts)
-    states = _states(plan, facts, software, ours)
+    """GiB of the number that was published: reserved, allocated, states, or the first stage.
+
+    The larger of two moments: the loss, with all activations, and the end of the backward pass,
+    with all gradients. Gradients are there at the loss only where a pass before has made some.
+    """
+    weights, gradients, optimizer = _states(plan, facts, software)
     if software.measures == "states":
-        return states / GIB
+        return (weights + gradients + optimizer) / GIB
     if software.name == "megatron" and not software.flash:
         kept = korthikanti_bytes(plan, facts, software, interleave)
-        return (states + kept) / GIB
-    rest = ours.activations + ours.buffers + ours.kv_cache
+        return (weights + gradients + optimizer + kept) / GIB
+    ours = predict_memory(_kept_plan(plan, software), facts)
+    activations = ours.activations - _made_again_bytes(plan, facts, software)
     logits = ours.logits
-    if software.whole_logits and logits:
-        # bf16 logits, their fp32 copy, its softmax and gradient; the gradient in bf16
+    if software.whole_logits:
+        # in bf16, then cast, their softmax and gradient in fp32; compiled, in fp32 but once
         vocab = -(-facts.vocab_size // plan.layout.tp)
-        logits = max(logits, vocab * local_tokens(plan) * (2 + 4 + 4 + 4))
-    total = states + rest + logits
+        each = 2 + 4 + 2 if software.fused else 2 + 4 + 4 + 4
+        logits = max(logits, vocab * local_tokens(plan) * each)
+    buffers = ours.buffers if plan.layout.num_shards > 1 else 0
+    sums = software.name == "megatron" or plan.train.num_micro_batches(plan.layout) > 1
+    at_loss = activations + logits + (gradients if sums else 0)
+    at_end = gradients + logits // 4
+    total = weights + optimizer + buffers + max(at_loss, at_end)
     if software.measures != "reserved":
         return total / GIB
-    slack = ours.reserve / max(1, ours.total - ours.reserve)
-    return total * (1 + min(slack, 0.15)) / GIB
+    return total * RESERVED / GIB
 
 
-def _states(plan: Plan, facts: ModelFacts, software: Software, ours: Memory) -> float:
-    if software.states is None:
-        return ours.weights + ours.gradients + ours.optimizer
-    weights, gradients, optimizer = software.states
+def _kept_plan(plan: Plan, software: Software) -> Plan:
+    """Compiled layers keep the results of products and make the rest again, as selective
+    recomputation does (torch's min-cut partitioner)."""
+    if not software.fused or plan.train.checkpointing != "none":
+        return plan
+    train = plan.train.model_copy(update={"checkpointing": "selective"})
+    return plan.model_copy(update={"train": train})
+
+
+def _made_again_bytes(plan: Plan, facts: ModelFacts, software: Software) -> float:
+    """What selective recomputation does not keep where it makes some products again."""
+    c = plan.precision.compute_bytes
+    return sum(
+        software.products_again
+        * local_tokens(plan)
+        * (selective_bytes_per_token(facts, kind, plan.layout, c) - facts.attention_size * c)
+        for kind in facts.layers
+    )
+
+
+def _states(plan: Plan, facts: ModelFacts, software: Software) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer of the rank that has most of them."""
     layout = plan.layout
     ranks = [
         RankSizes.of(facts, layout, stages_of_rank(plan, facts, rank)).total
@@ -220,9 +268,15 @@ def _states(plan: Plan, facts: ModelFacts, software: Software, ours: Memory) -> 
     ]
     held = max(ranks) if software.measures != "first stage" else ranks[0]
     n = layout.num_shards if layout.num_shards > 1 else 1
+    if software.states is None:  # as Shardwise: fp32 shards of all of them
+        return 4 * held / n, 4 * held / n, 8 * held / n
+    weights, gradients, optimizer = software.states
     shared = {1: (1, 1, n), 2: (1, n, n), 3: (n, n, n)}[layout.zero]
-    parts = zip((weights, gradients, optimizer), shared, strict=True)
-    return held * sum(size / ranks for size, ranks in parts)
+    return (
+        held * weights / shared[0],
+        held * gradients / shared[1],
+        held * optimizer / shared[2],
+    )
 
 
 def korthikanti_bytes(plan: Plan, facts: ModelFacts, software: Software, interleave: int) -> float:
@@ -270,6 +324,8 @@ def step_seconds(plan: Plan, facts: ModelFacts, speeds: PeerSpeeds, interleave: 
         total += _parameter_gathers(plan, facts, speeds)
     elif software.overlaps_pipeline and layout.pp > 1:  # behind the last of many passes
         total -= min(shards, busy / num_micro)
+    if software.products_again:
+        total += software.products_again * num_micro * _products_s(plan, facts, speeds)
     if software.overlaps_tensor:
         total -= min(shown.get("tp", 0.0), time.compute_s) * (1 - 1 / layout.tp)
     if layout.pp > 1:
@@ -292,4 +348,13 @@ def _parameter_gathers(plan: Plan, facts: ModelFacts, speeds: PeerSpeeds) -> flo
         speeds.collective_s("reduce_scatter", 2 * math.prod(param.shape), group)
         for kind in facts.layers
         for param in facts.params_of(kind).values()
+    )
+
+
+def _products_s(plan: Plan, facts: ModelFacts, speeds: PeerSpeeds) -> float:
+    """Seconds of the products of a forward pass of a stage."""
+    return sum(
+        count * speeds.matmul_s(m, n, k, plan.precision.compute) / plan.layout.pp
+        for kind in facts.layers
+        for count, m, n, k in layer_work(plan, facts, kind).products
     )

@@ -182,8 +182,11 @@ def device_of(row: Row, catalog: Catalog) -> Device:
     if known is None:
         raise Unplanned(f"device {name or '(none)'} {memory or ''} is not in the catalogue".strip())
     device = catalog.devices[known]
-    if "HBM2e" in name:  # the same chip with 2.4 TB/s (torchtitan's tables)
-        device = device.model_copy(update={"hbm_gb_per_s": 2400.0, "usable_gib": 94.5})
+    if "HBM2e" in name:  # the same chip with 2.4 TB/s and 500 of 700 W (torchtitan's tables);
+        # dynamic power grows with the cube of the clock
+        slower = (500 / 700) ** (1 / 3) * (device.sustained_tflops or 0)
+        update = {"hbm_gb_per_s": 2400.0, "usable_gib": 94.5, "sustained_tflops": slower}
+        device = device.model_copy(update=update)
     return device
 
 
