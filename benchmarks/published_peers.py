@@ -23,7 +23,6 @@ from shardwise.planner.stages import bubble, worst_ranks
 from shardwise.planner.timing import step_time
 from shardwise.planner.work import layer_work
 
-
 RESERVED = 1.15
 """what allocators reserve for each byte allocated: the planner's own share"""
 

@@ -179,6 +179,8 @@ def device_of(row: Row, catalog: Catalog) -> Device:
     known = _DEVICES.get((name, memory)) or (
         _DEVICES[name, sizes[0]] if not memory and len(sizes) >= 1 else None
     )
+    if not name and "model states" in row.get("note", "").lower():
+        known = "A100-80GB"  # states are the same on any
     if known is None:
         raise Unplanned(f"device {name or '(none)'} {memory or ''} is not in the catalogue".strip())
     device = catalog.devices[known]

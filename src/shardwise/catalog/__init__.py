@@ -175,7 +175,8 @@ def contradictions(prices: Iterable[Price], devices: Mapping[str, Device]) -> li
             )
         if full is not None and (row.count, row.device) != (full.count, full.device):
             found.append(
-                f"{name} has {row.count}x{row.device} in one row, {full.count}x{full.device} in another"
+                f"{name} has {row.count}x{row.device} in one row and "
+                f"{full.count}x{full.device} in another"
             )
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +32,7 @@ class Accelerator:
     network_gbit: float | None
     """of a node; None: there is one node"""
     matmuls: tuple[tuple[int, int, float], ...]
-    collectives: dict[tuple[str, int], tuple[tuple[int, float], ...]]
+    collectives: Mapping[tuple[str, int], tuple[tuple[int, float], ...]]
     sources: str
 
     overlaps = True
@@ -117,7 +117,7 @@ class Accelerator:
         return num_bytes / ((self.device.hbm_gb_per_s or math.nan) * 1e9 * _MEMORY_SHARE)
 
     def collective_s(self, op: Op, num_bytes: float, group: Group | None = None) -> float:
-        """Seconds of a collective: as measured inside a node, by the formulas of rings elsewhere."""
+        """Seconds of a collective: as measured inside a node, elsewhere by the formulas of rings."""
         group = group or Group(size=self.node, per_node=self.node)
         if group.size == 1:
             return 0.0
@@ -171,17 +171,13 @@ def accelerator(devices: Devices, catalog: Catalog) -> Accelerator | str:
     network = devices.network_gbit or device.network_gbit
     if count > node and network is None:
         return f"the network between nodes of {device.name} is not known (devices.network_gbit)"
-    measured = dict(
-        catalog.collectives.get(device.name) or catalog.collectives.get(device.like or "", {})
-    )
-    sources = {
-        catalog.sources[name] for name in (device.name, device.like) if name in catalog.sources
-    }
+    names = [name for name in (device.name, device.like) if name is not None]
+    measured = next((catalog.collectives[n] for n in names if n in catalog.collectives), {})
     return Accelerator(
         device=device,
         node=node,
         network_gbit=network if count > node else None,
         matmuls=table,
         collectives=measured,
-        sources="; ".join(sorted(sources)),
+        sources="; ".join(catalog.sources[name] for name in names if name in catalog.sources),
     )

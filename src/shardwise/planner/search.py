@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardwise.config import GIB, Layout, Memory, Plan, Precision, Prediction
+from shardwise.console import seconds
 from shardwise.models.facts import ModelFacts
+from shardwise.planner.cost import Cost
 from shardwise.planner.layout import (
     check_plan,
     legal_layouts,
@@ -14,10 +16,10 @@ from shardwise.planner.layout import (
     why_illegal,
     why_too_few_rows,
 )
-from shardwise.planner.machine import Machine
 from shardwise.planner.memory import predict_memory, stage_bytes
+from shardwise.planner.speeds import Speeds
 from shardwise.planner.stages import DEFAULT_SCHEDULE, slowdown, why_not_scheduled
-from shardwise.planner.timing import step_time
+from shardwise.planner.timing import StepTime, StepTimer, TimedCollective, model_flops_per_token
 from shardwise.planner.traffic import traffic
 
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
@@ -36,8 +38,10 @@ class Option:
     name: str
     plan: Plan
     memory: Memory
-    step_s: float | None
+    step: StepTime | None
+    """None: no speeds are known, or it does not fit"""
     traffic_bytes: int
+    """that a rank moves in a step; 0 where it does not fit"""
     slowdown: float
     """how much longer a pipeline takes than its ranks' share of the work; 1 without one"""
     capacity: float
@@ -47,6 +51,26 @@ class Option:
     def fits(self) -> bool:
         """Whether the worst rank stays within the device's memory."""
         return self.memory.total <= self.capacity
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of one optimizer step."""
+        return None if self.step is None else self.step.total_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float | None:
+        """Tokens of full rows, over all devices of the plan."""
+        train, step_s = self.plan.train, self.step_s
+        if step_s is None:
+            return None
+        return train.global_batch * train.seq_len / _count(self.plan) / step_s
+
+    def mfu(self, facts: ModelFacts, peak_flops: float | None) -> float | None:
+        """Share of the devices' bf16 peak, by `timing.model_flops_per_token`."""
+        tokens = self.tokens_per_s_per_device
+        if tokens is None or peak_flops is None:
+            return None
+        return tokens * model_flops_per_token(self.plan, facts) / peak_flops
 
     @property
     def shortfall(self) -> str:
@@ -70,15 +94,42 @@ class Answer:
     """one device again, with cheaper settings"""
     rejected: list[tuple[str, str]] = field(default_factory=list)
     """option, and the reason why it lost"""
+    ranked: list[Option] = field(default_factory=list)
+    """all that fit, the chosen one first"""
+    peak_flops: float | None = None
+    """of one device in bf16"""
+    cost: Cost | None = None
+    """of the chosen option"""
     notes: tuple[str, ...] = ()
     """what the user should know of the model's files"""
 
 
-def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: bool) -> Answer:
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """What times the options of a search, or the reason why nothing does."""
+
+    timer: StepTimer | None = None
+    why_none: str | None = None
+
+    @classmethod
+    def of(cls, facts: ModelFacts, speeds: Speeds | str | None) -> Clock:
+        """For a model on a machine."""
+        if speeds is None or isinstance(speeds, str):
+            return cls(why_none=speeds)
+        return cls(timer=StepTimer(facts, speeds))
+
+    @property
+    def speeds(self) -> Speeds | None:
+        """Of the machine."""
+        return None if self.timer is None else self.timer.speeds
+
+
+def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed: bool) -> Answer:
     """Find the best way to run a plan's task on its devices.
 
     Args:
         plan: the task, settings and devices; its layout counts only if `fixed`.
+        speeds: of the devices; a text: the reason why they are not known.
         fixed: keep the layout and the micro-batch as they are and only judge them.
 
     Raises:
@@ -86,23 +137,31 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
     """
     checked = check_plan(plan if fixed else _with(plan, Layout()), facts)
     plan = _train(plan, seq_len=checked.train.seq_len)
-    single = _option("one device, as asked", _with(plan, Layout()), facts, machine)
+    clock = Clock.of(facts, speeds)
+    peak = None if clock.speeds is None else clock.speeds.peak_flops
+    single = _option("one device, as asked", _with(plan, Layout()), facts, clock)
     if single.fits and not fixed and _count(plan) == 1:
-        return Answer(facts=facts, verdict="fits_one_device", chosen=single, single=single)
-    levers = [] if single.fits else _levers(plan, facts, machine)
-    options, rejected = _sharded(plan, facts, machine, fixed=fixed)
+        return Answer(
+            facts=facts,
+            verdict="fits_one_device",
+            chosen=single,
+            single=single,
+            ranked=[single],
+            peak_flops=peak,
+        )
+    levers = [] if single.fits else _levers(plan, facts, clock)
+    options, illegal = _sharded(plan, facts, clock, fixed=fixed)
     fitting = [option for option in options if option.fits]
     too_large = sorted((o for o in options if not o.fits), key=lambda o: o.memory.total)
-    rejected += [(option.name, option.shortfall) for option in too_large]
     if single.fits and not fixed:
         fitting.append(single)
     one_device = [lever for lever in levers if lever.fits]
     if not fitting and not fixed:  # the task as asked, sharded, before cheaper settings on one
         fitting = one_device[:1]
-    chosen = min(fitting, key=_cost) if fitting else None
-    if chosen is not None:
-        others = sorted((o for o in fitting if o is not chosen), key=_cost)
-        rejected += [(option.name, _why_slower(option, chosen)) for option in others]
+    fitting.sort(key=_cost)
+    chosen = fitting[0] if fitting else None
+    rejected = [(o.name, _why_slower(o, chosen)) for o in fitting[1:] if chosen is not None]
+    rejected += [(option.name, option.shortfall) for option in too_large] + illegal
     return Answer(
         facts=facts,
         verdict=_verdict(single, one_device, chosen),
@@ -110,6 +169,8 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
         single=single,
         levers=levers,
         rejected=rejected,
+        ranked=fitting,
+        peak_flops=peak,
     )
 
 
@@ -132,7 +193,7 @@ def _verdict(single: Option, one_device: list[Option], chosen: Option | None) ->
 
 
 def _sharded(
-    plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: bool
+    plan: Plan, facts: ModelFacts, clock: Clock, *, fixed: bool
 ) -> tuple[list[Option], list[tuple[str, str]]]:
     """Every legal layout over all devices, at its best micro-batch; and the illegal ones."""
     count = _count(plan)
@@ -153,7 +214,7 @@ def _sharded(
         if reason is not None:
             illegal.append((str(layout), reason))
             continue
-        shaped = [_option(_name(shape), shape, facts, machine) for shape in shapes]
+        shaped = [_option(_name(shape), shape, facts, clock) for shape in shapes]
         options.append(
             min(shaped, key=lambda o: (not o.fits, _cost(o) if o.fits else o.memory.total))
         )
@@ -183,12 +244,12 @@ def _illegal(plan: Plan, facts: ModelFacts, count: int) -> list[tuple[str, str]]
     return found
 
 
-def _levers(plan: Plan, facts: ModelFacts, machine: Machine | None) -> list[Option]:
+def _levers(plan: Plan, facts: ModelFacts, clock: Clock) -> list[Option]:
     """The task on one device with cheaper settings, each with the ones before it."""
     one = _with(plan, Layout())
     if plan.task == "serve":
         is_half = one.precision.compute == "bf16"
-        return [] if is_half else [_option("bf16 weights", _bf16(one), facts, machine)]
+        return [] if is_half else [_option("bf16 weights", _bf16(one), facts, clock)]
     steps = []
     if one.train.micro_batch > 1:
         one = _train(one, micro_batch=1)
@@ -199,28 +260,32 @@ def _levers(plan: Plan, facts: ModelFacts, machine: Machine | None) -> list[Opti
     if one.precision.compute == "fp32":
         one = _bf16(one)
         steps.append(("+ compute=bf16 (states stay fp32)", one))
-    return [_option(name, candidate, facts, machine) for name, candidate in steps]
+    return [_option(name, candidate, facts, clock) for name, candidate in steps]
 
 
-def _option(name: str, plan: Plan, facts: ModelFacts, machine: Machine | None) -> Option:
+def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
+    """An option, timed only if it fits: most of a large search do not."""
     memory = predict_memory(plan, facts)
-    training = plan.task == "full"
-    step_s = step_time(plan, facts, machine).total_s if machine and training else None
-    moved = sum(line.bytes_per_step for line in traffic(plan, facts)) if training else 0
-    evidence = {"memory": memory, "memory_evidence": MEMORY_EVIDENCE, "step_s": step_s}
-    if machine is not None and step_s is not None:
-        evidence["step_evidence"] = (
-            f"analytic on speeds measured {machine.date}, within 40% so far on CPU"
-        )
     capacity = plan.devices.memory_gib
+    limit = float("inf") if capacity is None else capacity * GIB
+    weighed = plan.task == "full" and memory.total <= limit
+    step = clock.timer.step(plan) if clock.timer is not None and weighed else None
+    lines = [timed.line for timed in step.lines] if step is not None else []
+    if weighed and step is None:
+        lines = traffic(plan, facts)
+    evidence: dict[str, object] = {"memory": memory, "memory_evidence": MEMORY_EVIDENCE}
+    if step is not None and clock.speeds is not None:
+        evidence |= {"step_s": step.total_s, "step_evidence": clock.speeds.evidence}
+    elif clock.why_none is not None:
+        evidence["step_evidence"] = clock.why_none
     return Option(
         name=name,
         plan=plan.model_copy(update={"predicted": Prediction(**evidence)}),  # type: ignore[arg-type]
         memory=memory,
-        step_s=step_s,
-        traffic_bytes=moved,
-        slowdown=slowdown(plan, facts) if training else 1.0,
-        capacity=float("inf") if capacity is None else capacity * GIB,
+        step=step,
+        traffic_bytes=sum(line.bytes_per_step for line in lines),
+        slowdown=slowdown(plan, facts) if weighed else 1.0,
+        capacity=limit,
     )
 
 
@@ -242,8 +307,8 @@ def _cost(option: Option) -> tuple[float, ...]:
 
 
 def _why_slower(option: Option, chosen: Option) -> str:
-    if option.step_s is not None and chosen.step_s is not None:
-        return f"{option.step_s:.1f} s a step, the chosen one {chosen.step_s:.1f} s"
+    if option.step is not None and chosen.step is not None:
+        return _why_longer(option, option.step, chosen.step)
     if option.plan.layout.world_size < chosen.plan.layout.world_size:
         return f"leaves {_count(option.plan) - option.plan.layout.world_size} device(s) idle"
     if option.slowdown > chosen.slowdown + 0.005:
@@ -254,6 +319,23 @@ def _why_slower(option: Option, chosen: Option) -> str:
         f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
         f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"
     )
+
+
+def _why_longer(option: Option, step: StepTime, best: StepTime) -> str:
+    """The one part of a step that explains most of what it is longer than the best."""
+    layout, whole = option.plan.layout, f"{seconds(step.total_s)} a step"
+    longer = step.total_s - best.total_s
+    axes = step.exposed_by_axis()
+    axis = max(axes, key=lambda name: axes[name], default=None)
+    if axis is not None and axes[axis] > longer / 2 and axes[axis] > step.total_s / 10:
+        lines = [timed for timed in step.lines if timed.line.axis == axis]
+        worst: TimedCollective = max(lines, key=lambda timed: timed.exposed_s)
+        where = "crosses nodes" if worst.group.crosses else "waits"
+        size = "" if axis in ("efsdp",) else f"={getattr(layout, axis)}"
+        return f"{axis}{size} {where}: {seconds(axes[axis])} of {whole} on the {worst.link}"
+    if step.idle_s > longer / 2 and step.idle_s > best.idle_s:
+        return f"its pipeline idles {seconds(step.idle_s)} of {whole}"
+    return f"{whole}, the chosen one {seconds(best.total_s)}"
 
 
 def _name(plan: Plan) -> str:
