@@ -70,7 +70,7 @@ def plan(
     if instance is not None:
         devices, job = _rented(catalog, instance, num_instances, gpus, memory_gib, job)
     else:
-        devices = parse_devices(gpus or "cpu:1", memory_gib, catalog)
+        devices = parse_devices("cpu:1" if gpus is None else gpus, memory_gib, catalog)
     asked = base_plan(model, task, layout or Layout(), devices)
     asked = with_overrides(asked, overrides)
     facts = read_facts(model)

@@ -119,6 +119,16 @@ class Accelerator:
     def collective_s(self, op: Op, num_bytes: float, group: Group | None = None) -> float:
         """Seconds of a collective: as measured inside a node, elsewhere by the formulas of rings."""
         group = group or Group(size=self.node, per_node=self.node)
+        key = (op, num_bytes, group.size, group.per_node)
+        if key not in self._collectives_s:
+            self._collectives_s[key] = self._collective_s(op, num_bytes, group)
+        return self._collectives_s[key]
+
+    @cached_property
+    def _collectives_s(self) -> dict[tuple[str, float, int, int], float]:
+        return {}  # layouts ask for the same ones
+
+    def _collective_s(self, op: Op, num_bytes: float, group: Group) -> float:
         if group.size == 1:
             return 0.0
         curve = None if group.crosses else self._measured(op, group.size)

@@ -28,6 +28,8 @@ _MODES = ["none", "selective", "full"]
 _LEAST_CONTEXT = 2048
 """tokens of a sequence that a rank keeps where context parallelism is proposed; fewer on request
 only: gathering keys and values would be most of the work"""
+_HOPELESS = 1.2
+"""times the memory that there is: nothing that keeps more than the least shape needs a sixth less"""
 MEMORY_EVIDENCE = "analytic, within 8% of measured runs on CPU; not measured on accelerators"
 
 
@@ -214,11 +216,30 @@ def _sharded(
         if reason is not None:
             illegal.append((str(layout), reason))
             continue
-        shaped = [_option(_name(shape), shape, facts, clock) for shape in shapes]
-        options.append(
-            min(shaped, key=lambda o: (not o.fits, _cost(o) if o.fits else o.memory.total))
-        )
+        options.append(_best_shape(shapes, facts, clock))
     return options, illegal
+
+
+def _best_shape(shapes: list[Plan], facts: ModelFacts, clock: Clock) -> Option:
+    """The best of a layout's shapes, without judging all of them.
+
+    The last one, which keeps least, is judged first: where it needs much more than there is, so do
+    the others. And where a shape fits, one that only recomputes more is slower.
+    """
+    least = _option(_name(shapes[-1]), shapes[-1], facts, clock)
+    if least.memory.total > _HOPELESS * least.capacity:
+        return least
+    fitting: dict[int, Option] = {}  # by micro-batch
+    judged = []
+    for shape in shapes[:-1]:
+        if shape.train.micro_batch not in fitting:
+            option = _option(_name(shape), shape, facts, clock)
+            judged.append(option)
+            if option.fits:
+                fitting[shape.train.micro_batch] = option
+    if shapes[-1].train.micro_batch not in fitting:
+        judged.append(least)
+    return min(judged, key=lambda o: (not o.fits, _cost(o) if o.fits else o.memory.total))
 
 
 def _shapes(plan: Plan, facts: ModelFacts, *, fixed: bool) -> list[Plan]:

@@ -269,9 +269,10 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
     whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
     targets = local_tokens(plan) - (train.micro_batch if layout.cp == 1 else 0)
     lines: list[tuple[Op, int, int]] = []
-    for begin in range(0, targets, LOSS_CHUNK_TOKENS):
-        chunk = min(LOSS_CHUNK_TOKENS, targets - begin)
-        lines.append(("all_gather", last, layout.tp * 2 * chunk * FP32))
+    whole_chunks, rest = divmod(targets, LOSS_CHUNK_TOKENS)
+    for number, chunk in ((whole_chunks, LOSS_CHUNK_TOKENS), (1, rest)):
+        if chunk:
+            lines.append(("all_gather", last * number, layout.tp * 2 * chunk * FP32))
     if layout.sequence_parallel:
         # in and out of a region, and the other way back; the embedding is cut once
         both_ways = 2 * num_micro * _num_regions(facts, counts)
