@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -98,31 +99,25 @@ def judge(row: Row) -> Result:
         run = run_of(row, catalog)
     except (Unplanned, UserError) as error:
         return Result(row=row, reason=str(error))
-    plans = {plan.train.micro_batch: plan for plan in run.plans}
-    memory = {
-        size: peer_memory_gib(plan, run.facts, run.software, run.interleave)
-        for size, plan in plans.items()
-    }
-    capacity = run.device.usable_gib
-    fitting = [size for size in plans if memory[size] <= capacity] or [min(plans)]
-    speeds: dict[int, float] = {}
-    reason = None
-    for size in fitting:
-        step_s = _step_s(plans[size], run)
-        if isinstance(step_s, str):
-            reason = step_s
-            break
-        speeds[size] = _in_unit(tokens_per_s(plans[size], step_s), unit, plans[size], run)
-    size = max(speeds, key=lambda n: speeds[n]) if speeds else fitting[0]
+    shapes = [_judged(plan, run, unit) for plan in run.plans]
+    # of what a row leaves open, the fastest that fits
+    fitting = [shape for shape in shapes if shape.fits] or shapes[:1]
+    best = max(fitting, key=lambda shape: shape.throughput or 0.0)
+    return replace(best, published_throughput=published)
+
+
+def _judged(plan: Plan, run: Run, unit: str | None) -> Result:
+    memory = peer_memory_gib(plan, run.facts, run.software, run.interleave)
+    step_s = _step_s(plan, run)
+    known = not isinstance(step_s, str)
     return Result(
-        row=row,
-        speed_reason=reason,
-        memory_gib=memory[size],
-        throughput=speeds.get(size),
-        published_throughput=published,
+        row=run.row,
+        speed_reason=None if known else str(step_s),
+        memory_gib=memory,
+        throughput=_in_unit(tokens_per_s(plan, float(step_s)), unit, plan, run) if known else None,
         unit=unit,
-        fits=memory[size] <= capacity,
-        micro_batch=size,
+        fits=memory <= run.device.usable_gib,
+        micro_batch=plan.train.micro_batch,
     )
 
 
@@ -270,17 +265,20 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-len(ordered) * share // 1) - 1).__int__())]
+    return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
 
 
 def report(results: Sequence[Result]) -> dict[str, Any]:
-    """Everything, as plain data: the whole, and each source and method."""
+    """Everything, as plain data: the whole, two kinds of models, each source and method."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         key = (result.row.get("source", ""), result.row.get("method", ""))
         groups.setdefault(key, []).append(result)
+    mixtures = [r for r in results if r.row.get("experts")]
     return {
         "all": summary(results),
+        "dense": summary([r for r in results if not r.row.get("experts")]),
+        "mixtures of experts": summary(mixtures),
         "groups": [
             {"source": source, "method": method, **summary(rows)}
             for (source, method), rows in groups.items()
@@ -309,8 +307,11 @@ def table(data: Mapping[str, Any]) -> str:
         f"{'source, method':<58} {'rows':>5} | {'memory':>6} {'med':>5} {'p90':>5} | "
         f"{'speed':>5} {'med':>5} {'p90':>5} | {'oom':>5} | {'pairs':>7}"
     ]
-    everything = {"source": "all", "method": "", **data["all"]}
-    for group in [*data["groups"], everything]:
+    totals = [
+        {"source": name, "method": "", **data[name]}
+        for name in ("dense", "mixtures of experts", "all")
+    ]
+    for group in [*data["groups"], *totals]:
         memory, speed = group["memory"], group["throughput"]
         oom, order = group["out_of_memory"], group["pairs"]
         wrong = f"{oom['predicted_to_fit']}/{oom['rows']}" if oom["rows"] else "-"

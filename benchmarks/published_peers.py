@@ -42,6 +42,7 @@ class Software:
     compute: Dtype = "bf16"
     reduce: Dtype = "fp32"
     checkpointing: Recompute = "none"
+    """none where a row does not say: no software recomputes unless it is told to"""
     fused: bool = True
     """element-wise operations are fused: compiled, or kernels written by hand"""
     flash: bool = True
@@ -228,7 +229,9 @@ def peer_memory_gib(plan: Plan, facts: ModelFacts, software: Software, interleav
         vocab = -(-facts.vocab_size // plan.layout.tp)
         each = 2 + 4 + 2 if software.fused else 2 + 4 + 4 + 4
         logits = max(logits, vocab * local_tokens(plan) * each)
-    buffers = ours.buffers if plan.layout.num_shards > 1 else 0
+    # Megatron works on the weights that it holds; others gather them, as Shardwise does
+    gathers = plan.layout.num_shards > 1 and software.name != "megatron"
+    buffers = ours.buffers if gathers else 0
     sums = software.name == "megatron" or plan.train.num_micro_batches(plan.layout) > 1
     at_loss = activations + logits + (gradients if sums else 0)
     at_end = gradients + logits // 4

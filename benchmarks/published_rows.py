@@ -1,8 +1,8 @@
 """A row of published runs -> the plan, the model and the software that it describes.
 
-What a row does not say, or the planner cannot express, is a reason (`Unplanned`), never a guess. Facts
-of a model come from the row's columns; kinds of matrices and a tied head are those that come nearest
-to the printed number of parameters.
+What a row does not say, or the planner cannot express, is a reason (`Unplanned`), never a guess.
+Facts of a model come from the row's columns; kinds of matrices and a tied head are those that come
+nearest to the printed number of parameters.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ def run_of(row: Row, catalog: Catalog) -> Run:
     num_devices = number(row, "n_gpus") or 1
     layout = layout_of(row, facts, num_devices)
     seq_len = number(row, "seq_len")
+    if seq_len is None and software.measures == "states":
+        seq_len = 2048  # of which states do not depend
     if seq_len is None:
         raise Unplanned("sequence length not given")
     rows_per_rank = layout.num_data_ranks

@@ -117,7 +117,7 @@ class Accelerator:
         return num_bytes / ((self.device.hbm_gb_per_s or math.nan) * 1e9 * _MEMORY_SHARE)
 
     def collective_s(self, op: Op, num_bytes: float, group: Group | None = None) -> float:
-        """Seconds of a collective: as measured inside a node, elsewhere by the formulas of rings."""
+        """Seconds of a collective: as measured inside a node, by formulas of rings elsewhere."""
         group = group or Group(size=self.node, per_node=self.node)
         key = (op, num_bytes, group.size, group.per_node)
         if key not in self._collectives_s:

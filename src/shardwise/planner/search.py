@@ -29,7 +29,7 @@ _LEAST_CONTEXT = 2048
 """tokens of a sequence that a rank keeps where context parallelism is proposed; fewer on request
 only: gathering keys and values would be most of the work"""
 _HOPELESS = 1.2
-"""times the memory that there is: nothing that keeps more than the least shape needs a sixth less"""
+"""times the memory that there is: what keeps more than the least shape does not need a sixth less"""
 MEMORY_EVIDENCE = "analytic, within 8% of measured runs on CPU; not measured on accelerators"
 
 

@@ -87,19 +87,27 @@ def _seen(plan: Plan, kind: LayerKind) -> float:
 
 def _moved_bytes_per_token(plan: Plan, facts: ModelFacts, kind: LayerKind) -> float:
     c = plan.precision.compute_bytes
-    if plan.train.compile and not kind.has_experts:
-        return _fused_bytes_per_token(facts, plan.layout, c)
+    if plan.train.compile:
+        return _fused_bytes_per_token(facts, kind, plan.layout, c)
     kept = activation_bytes_per_token(facts, kind, plan.layout, compute_bytes=c)
     return TRAFFIC_PER_KEPT_BYTE * kept
 
 
-def _fused_bytes_per_token(facts: ModelFacts, layout: Layout, c: int) -> float:
+def _fused_bytes_per_token(facts: ModelFacts, kind: LayerKind, layout: Layout, c: int) -> float:
     """One kernel a chain of element-wise operations, each input read and each result written once.
 
     Forward: the first norm 2h, rotary embedding 2(q + k), a sum and the second norm 4h, the
     activation's product 3f, the last sum 3h. Backward: norms 4h each, the activation 5f, rotary
-    embedding 2(q + k).
+    embedding 2(q + k). Of each expert that a token chooses, also the way there and back, each way
+    2h forward and 2h backward: sorted and put back; where tokens travel also sent and received,
+    and sorted again by the experts of the rank.
     """
-    h, f = facts.hidden_size, facts.intermediate_size / layout.tp
+    h, sequence = facts.hidden_size, layout.sequence_parts
+    widths = facts.intermediate_size / layout.tp
+    travelled = 0.0
+    if kind.has_experts:
+        chosen = facts.experts_per_token
+        widths = chosen * facts.expert_width / sequence + facts.shared_width / layout.tp
+        travelled = (24 if layout.ep > 1 else 8) * chosen * h / sequence
     rotated = (facts.q_size + facts.k_size) / layout.tp
-    return c * ((9 + 8) * h / layout.sequence_parts + 8 * f + 4 * rotated)
+    return c * ((9 + 8) * h / sequence + 8 * widths + 4 * rotated + travelled)
