@@ -19,12 +19,15 @@ import argparse
 import json
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, not as a module
 
 from benchmarks.published_peers import (
     PeerSpeeds,

@@ -107,7 +107,7 @@ def _catalog_speeds(plan: Plan, catalog: Catalog) -> Speeds | str | None:
         return None
     found = accelerator(plan.devices, catalog)
     if isinstance(found, str):
-        return f"{found}: run `shardwise probe --kind {plan.devices.kind}` on such a machine"
+        return f"{found}, or run `shardwise probe --kind {plan.devices.kind}` on such a machine"
     return found
 
 

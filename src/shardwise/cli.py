@@ -93,7 +93,7 @@ def plan(
         str | None,
         typer.Option(metavar="P:I@REGION", help="Rented ones: aws:p5.48xlarge@us-east-1."),
     ] = None,
-    count: Annotated[int, typer.Option(help="How many instances.")] = 1,
+    count: Annotated[int | None, typer.Option(help="How many instances; 1 by default.")] = None,
     memory: Annotated[
         float | None, typer.Option(help="Memory of one device in GiB, if not all of it.")
     ] = None,
@@ -144,6 +144,8 @@ def plan(
         raise UserError(f"--tokens {tokens} and --rows {rows} both say how much; give one.")
     if epochs is not None and rows is None:
         raise UserError(f"--epochs {epochs} is of --rows; say how many rows there are.")
+    if count is not None and instance is None:
+        raise UserError(f"--count {count} is of --instance; for devices write --gpus {count}x...")
     job = Job(
         tokens=None if tokens is None else read_tokens(tokens),
         rows=rows,
@@ -164,7 +166,7 @@ def plan(
         task=task,  # type: ignore[arg-type]  # checked with the rest of the plan
         gpus=gpus,
         instance=instance,
-        num_instances=count,
+        num_instances=1 if count is None else count,
         memory_gib=memory,
         layout=None if layout is None else _layout(layout),
         machine=load_machine(cluster) if cluster else None,

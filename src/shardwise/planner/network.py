@@ -65,12 +65,13 @@ def place(layout: Layout, axis: str, node: int) -> Group:
     A message of a pipeline goes from one rank to the next: a group of two.
     """
     step = stride(layout, axis)
-    ranks = 2 if axis == "pp" else size(layout, axis)
+    if axis == "pp":  # the slowest boundary is the one between two nodes, if there is one
+        inside = step * layout.pp <= node
+        return Group(size=2, per_node=2 if inside else 1)
+    ranks = size(layout, axis)
     span = step * ranks
     if node % span == 0 or layout.world_size <= node:
         return Group(size=ranks, per_node=ranks)
-    if axis == "pp" and step < node and node % step == 0:
-        return Group(size=ranks, per_node=1)  # the boundary between two nodes is the slowest
     return Group(size=ranks, per_node=min(ranks, max(1, math.gcd(node, span) // step)))
 
 

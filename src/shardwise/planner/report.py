@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,6 +19,7 @@ from shardwise.planner.timing import StepTime
 from shardwise.planner.traffic import traffic
 
 _REJECTED_PER_REASON = 3
+_NUMBERS = re.compile(r"[\d.,]+")
 _PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -277,7 +279,7 @@ def _rejected(answer: Answer) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     kinds: dict[str, int] = {}  # of each kind of reason only the best few
     for name, reason in answer.rejected:
-        kind = reason.split()[0]
+        kind = " ".join(_NUMBERS.sub("", reason).split()[:2])
         kinds[kind] = kinds.get(kind, 0) + 1
         if kinds[kind] <= _REJECTED_PER_REASON:
             table.add_row(name, reason)

@@ -23,9 +23,10 @@ from shardwise.planner.stages import StageSpec, bubble, head_cost, layer_costs, 
 from shardwise.planner.traffic import Collective, fsdp_groups, traffic
 from shardwise.planner.work import head_products, layer_work
 
-_COPIES_PER_FSDP_BYTE = 4
-"""FSDP copies what it sends into one flat buffer, and what it gets out of one: two reads and two
-writes of every byte gathered or reduced."""
+_COPIES_PER_FSDP_BYTE = {False: 4, True: 2}
+"""Bytes read and written for each byte gathered or reduced. What is gathered is copied out of one
+flat buffer, what is reduced into one (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py);
+where nothing overlaps, ranks exchange pieces, which are copied once more (parallel/shards.py)."""
 _UPDATE_TENSORS = 7
 """AdamW reads four tensors and writes three"""
 _LOGIT_PASSES = 6
@@ -230,7 +231,7 @@ class StepTimer:
             for group in fsdp_groups(plan, self.facts, stages)
             if group.num_ranks > 1 or plan.layout.dp > 1
         )
-        return updates + _COPIES_PER_FSDP_BYTE * copied
+        return updates + _COPIES_PER_FSDP_BYTE[self.speeds.overlaps] * copied
 
     def _lines(self, plan: Plan, rank: int, passes: _Passes) -> list[TimedCollective]:
         """The ledger, timed on the links that its groups use."""

@@ -60,7 +60,9 @@ def _products(
     found = []
     outside = tokens / layout.sequence_parts
     for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values():
-        if param.cut == "experts" and len(param.shape) == 3:
+        if param.cut == "experts":
+            if len(param.shape) != 3:
+                continue  # a bias of each expert
             here, rows, columns = param.shape
             # used evenly, each expert of a rank has its share of what the rank's part sends
             each = outside * facts.experts_per_token / here
