@@ -20,7 +20,7 @@ _ATTENTION_SHARE = 0.32
 _HOST_S = 6e-6
 """to start an operation from Python with its gradient: torch takes 5 to 10 us"""
 STEP_ERROR = (
-    "half of the published runs of other software are within 7% and nine of ten within 24%; with "
+    "half of the published runs of other software are within 8% and nine of ten within 27%; with "
     "experts 22% and 78%"
 )
 
