@@ -8,6 +8,7 @@ hides behind what. Each difference is from the software's documentation or paper
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +24,8 @@ from shardwise.planner.stages import bubble, worst_ranks
 from shardwise.planner.timing import step_time
 from shardwise.planner.work import layer_work
 
+FOUR_BITS = 0.5 + 0.127 / 8
+"""bytes of a parameter in NF4 with its constants quantised too (arXiv 2305.14314, section 3)"""
 RESERVED = 1.15
 """what allocators reserve for each byte allocated: the planner's own share"""
 
@@ -63,10 +66,20 @@ class Software:
     """each parameter is gathered by itself, when it is needed (DeepSpeed before its prefetch)"""
     sends_once_a_node: bool = False
     """a token that goes to several experts of a node crosses to it once (DeepEP)"""
+    adapters: int | None = None
+    """rank of the adapters that are trained beside frozen weights; None: all weights are trained"""
+    base_bytes: float = 2.0
+    """of a frozen matrix's parameter"""
+    table_bytes: float = 2.0
+    """of a parameter of a frozen embedding or head (peft casts what is not in 4 bits to fp32)"""
+    trains_tables: bool = False
+    """embedding and head are trained too, in copies of their own"""
     fp8: bool = False
     states: tuple[float, float, float] | None = None
     """bytes of a parameter's weight, gradient and optimizer state; None: as Shardwise"""
-    whole_logits: bool = True
+    logit_bytes: int | None = 14
+    """of a logit at its peak: in bf16, then cast, its softmax and gradient in fp32 (14); compiled,
+    fp32 but once (8); without the cast, shifted (10). None: the loss is made in chunks"""
     measures: Literal["reserved", "allocated", "states", "first stage"] = "reserved"
 
 
@@ -75,7 +88,9 @@ def software_of(row: Mapping[str, str]) -> Software:
     source, note = row.get("source", "").lower(), row.get("note", "").lower()
     precision = row.get("precision", "").lower()
     recompute = row.get("recompute", "").lower()
-    if any(word in precision for word in ("fp4", "int4", "int8")):
+    method = row.get("method", "").lower()
+    adapted = method in ("lora", "qlora")
+    if any(word in precision for word in ("fp4", "int4", "int8")) and not adapted:
         raise Unplanned(f"products in {row['precision']}")
     if "see note" in precision:
         raise Unplanned("precision not given")
@@ -100,10 +115,12 @@ def software_of(row: Mapping[str, str]) -> Software:
         mode = "selective"
     eager = "torchtitan" in source and "compile" not in note
     eager = eager or any(word in source for word in ("qwen readme", "peft", "transformers"))
-    if "torchtune" in source:
-        eager = "+compile" not in note and not any(
-            word in note for word in ("chunked", "checkpointing", "8-bit")
-        )
+    tuned = "torchtune" in source  # each row of its ladder has what the ones before it have
+    if tuned:
+        eager = note.startswith(("baseline", "+packed"))
+    chunked = "chunked" in note or (
+        tuned and not note.startswith(("baseline", "+packed", "+compile"))
+    )
     measures: Literal["reserved", "allocated", "states", "first stage"] = "reserved"
     if "active" in note or "allocated" in note:
         measures = "allocated"
@@ -133,10 +150,31 @@ def software_of(row: Mapping[str, str]) -> Software:
         overlaps_tensor=megatron and not old,
         gathers_parameters="zero-3;" in note,
         sends_once_a_node=megatron and not old,
+        adapters=_rank(source, note) if adapted else None,
+        base_bytes=FOUR_BITS if method == "qlora" else 2.0,
+        table_bytes=4.0 if method == "qlora" and "torchtune" not in source else 2.0,
+        trains_tables=adapted and "+emb" in note,
         fp8="fp8" in precision or "float8" in precision,
         states=states,
-        whole_logits="chunked" not in note and "chunked" not in source,
+        logit_bytes=None if chunked else 10 if "qwen readme" in source else 14 if eager else 8,
         measures=measures,
+    )
+
+
+def _rank(source: str, note: str) -> int:
+    """Rank of the adapters: as said, or the one of the software's own recipe."""
+    if match := re.search(r"(?:rank|lora_r|r)\s*=?\s*(\d+)", note):
+        return int(match[1])
+    return 64 if "qwen readme" in source else 8 if "torchtune" in source else 16
+
+
+def adapter_parameters(facts: ModelFacts, rank: int) -> int:
+    """Two narrow matrices beside each matrix of the layers (arXiv 2106.09685)."""
+    return sum(
+        rank * (param.shape[-1] + param.shape[-2]) * math.prod(param.shape[:-2])
+        for kind in facts.layers
+        for param in facts.params_of(kind).values()
+        if len(param.shape) > 1
     )
 
 
@@ -168,15 +206,23 @@ class PeerSpeeds:
         return self.device.evidence
 
     def matmul_s(self, m: float, n: int, k: int, dtype: Dtype) -> float:
-        """FP8: at the share of its own peak that bf16 reaches, and both inputs cast before it."""
+        """FP8: at the share of its own peak that bf16 reaches, and both inputs cast before it.
+
+        A frozen weight has one product backward, not two, of those that the planner asks for; in 4
+        bits it is unpacked before each. Its adapter reads what it reads and adds to what it makes.
+        """
         seconds = self.device.matmul_s(m, n, k, dtype)
-        if not self.software.fp8:
-            return seconds
         peak = self.device.device.fp8_tflops
-        if peak is None:
+        if self.software.fp8 and peak is not None:
+            seconds *= self.peak_flops / (peak * 1e12)
+            seconds += self.memory_s(3 * (m * k + n * k))
+        if self.software.adapters is None:
             return seconds
-        cast = self.memory_s(3 * (m * k + n * k))
-        return seconds * self.peak_flops / (peak * 1e12) + cast
+        asked = 4 if self.plan.train.checkpointing == "full" else 3
+        if self.software.base_bytes < 2:
+            seconds += self.memory_s((2 + self.software.base_bytes) * n * k)
+        moved = 3 if self.software.fused else 6
+        return seconds * (asked - 1) / asked + self.memory_s(moved * m * (n + k))
 
     def attention_s(self, flops: float, dtype: Dtype) -> float:
         """Without fused attention: two products, and the scores of every pair read and written."""
@@ -224,14 +270,15 @@ def peer_memory_gib(plan: Plan, facts: ModelFacts, software: Software, interleav
     ours = predict_memory(_kept_plan(plan, software), facts)
     activations = ours.activations - _made_again_bytes(plan, facts, software)
     logits = ours.logits
-    if software.whole_logits:
-        # in bf16, then cast, their softmax and gradient in fp32; compiled, in fp32 but once
+    if software.logit_bytes is not None:
         vocab = -(-facts.vocab_size // plan.layout.tp)
-        each = 2 + 4 + 2 if software.fused else 2 + 4 + 4 + 4
-        logits = max(logits, vocab * local_tokens(plan) * each)
+        logits = max(logits, vocab * local_tokens(plan) * software.logit_bytes)
     # Megatron works on the weights that it holds; others gather them, as Shardwise does
     gathers = plan.layout.num_shards > 1 and software.name != "megatron"
-    buffers = ours.buffers if gathers else 0
+    buffers: float = ours.buffers if gathers else 0
+    if gathers and software.adapters is not None:  # frozen weights are gathered, not reduced
+        sizes = RankSizes.of(facts, plan.layout)
+        buffers = 2 * (2 * sizes.layer + sizes.embedding)
     sums = software.name == "megatron" or plan.train.num_micro_batches(plan.layout) > 1
     at_loss = activations + logits + (gradients if sums else 0)
     at_end = gradients + logits // 4
@@ -270,6 +317,8 @@ def _states(plan: Plan, facts: ModelFacts, software: Software) -> tuple[float, f
     ]
     held = max(ranks) if software.measures != "first stage" else ranks[0]
     n = layout.num_shards if layout.num_shards > 1 else 1
+    if software.adapters is not None:
+        return _adapted_states(facts, software, n if layout.zero == 3 else 1, held)
     if software.states is None:  # as Shardwise: fp32 shards of all of them
         return 4 * held / n, 4 * held / n, 8 * held / n
     weights, gradients, optimizer = software.states
@@ -279,6 +328,24 @@ def _states(plan: Plan, facts: ModelFacts, software: Software) -> tuple[float, f
         held * gradients / shared[1],
         held * optimizer / shared[2],
     )
+
+
+def _adapted_states(
+    facts: ModelFacts, software: Software, shards: int, held: int
+) -> tuple[float, float, float]:
+    """Frozen weights, and fp32 adapters (and tables) with gradients and two moments."""
+    share = held / facts.num_parameters  # of the whole model, on this rank
+    tables = facts.num_outer_parameters
+    base = software.base_bytes * (facts.num_parameters - tables) + software.table_bytes * tables
+    trained = adapter_parameters(facts, software.adapters or 0)
+    weights, gradients, moments = base + 4 * trained, 4.0 * trained, 8.0 * trained
+    if software.trains_tables:
+        weights, gradients, moments = (
+            weights + 2 * tables,
+            gradients + 2 * tables,
+            moments + 8 * tables,
+        )
+    return weights * share / shards, gradients * share / shards, moments * share / shards
 
 
 def korthikanti_bytes(plan: Plan, facts: ModelFacts, software: Software, interleave: int) -> float:
@@ -332,7 +399,7 @@ def step_seconds(plan: Plan, facts: ModelFacts, speeds: PeerSpeeds, interleave: 
         total -= min(shown.get("tp", 0.0), time.compute_s) * (1 - 1 / layout.tp)
     if layout.pp > 1:
         total += time.idle_s * (idle_share(plan, interleave) / bubble(plan) - 1)
-    if software.whole_logits:  # cast, softmax and their gradients, each read and written
+    if software.logit_bytes is not None:  # cast, softmax and their gradients, each read and written
         vocab = facts.vocab_size // layout.tp
         total += num_micro * speeds.memory_s(12 * vocab * local_tokens(plan))
     return total

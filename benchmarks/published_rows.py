@@ -107,9 +107,7 @@ def run_of(row: Row, catalog: Catalog) -> Run:
     method = row.get("method", "").lower()
     if method in ("infer", "inference", "serve"):
         raise Unplanned("serving, which has a referee of its own")
-    if method in ("lora", "qlora", "dora"):
-        raise Unplanned(f"method {method} is not planned")
-    if method not in ("", "full", "pretrain", "sft", "finetune"):
+    if method not in ("", "full", "pretrain", "sft", "finetune", "lora", "qlora"):
         raise Unplanned(f"method {method} is not known")
     software = software_of(row)
     facts = facts_of(row)
@@ -253,6 +251,8 @@ def facts_of(row: Row) -> ModelFacts:
     """The model of a row, from its columns and, for what is empty there, the table of models."""
     known = _named(row.get("model", ""))
     cells = {key: row.get(key) or known.get(key, "") for key in (*_DIMS, "n_params_B")}
+    if not row.get("layers") and known:  # the table's number is exact, the row's is in the name
+        cells["n_params_B"] = known["n_params_B"]
     sizes = {key: number(cells, key) for key in _DIMS}
     needed = ("layers", "hidden", "heads", "vocab")
     missing = [key for key in needed if not sizes[key]]
