@@ -22,7 +22,7 @@ from shardwise.planner.network import Group, Op, place
 from shardwise.planner.speeds import Dtype
 from shardwise.planner.stages import bubble, worst_ranks
 from shardwise.planner.timing import step_time
-from shardwise.planner.work import layer_work
+from shardwise.planner.work import HOST_OPS, layer_work
 
 FOUR_BITS = 0.5 + 0.127 / 8
 """bytes of a parameter in NF4 with its constants quantised too (arXiv 2305.14314, section 3)"""
@@ -70,6 +70,9 @@ class Software:
     """rank of the adapters that are trained beside frozen weights; None: all weights are trained"""
     base_bytes: float = 2.0
     """of a frozen matrix's parameter"""
+    unpack_bytes: float = 0.0
+    """read and written to unpack a frozen parameter: 2.5 by one kernel (NF4); 25 by the operations
+    of torch that AutoGPTQ trains with (shift, cast, mask, zeros and scales by group, product)"""
     table_bytes: float = 2.0
     """of a parameter of a frozen embedding or head (peft casts what is not in 4 bits to fp32)"""
     trains_tables: bool = False
@@ -152,6 +155,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         sends_once_a_node=megatron and not old,
         adapters=_rank(source, note) if adapted else None,
         base_bytes=FOUR_BITS if method == "qlora" else 2.0,
+        unpack_bytes=0.0 if method != "qlora" else 25.0 if "int4" in precision else 2.5,
         table_bytes=4.0 if method == "qlora" and "torchtune" not in source else 2.0,
         trains_tables=adapted and "+emb" in note,
         fp8="fp8" in precision or "float8" in precision,
@@ -191,7 +195,11 @@ class PeerSpeeds:
 
     @property
     def host_s(self) -> float:
-        return self.device.host_s
+        """An adapter starts eight operations beside each of seven matrices of a layer."""
+        if self.software.adapters is None:
+            return self.device.host_s
+        forward, _ = HOST_OPS[self.plan.train.compile]
+        return self.device.host_s * (forward + 8 * 7) / forward
 
     @property
     def node(self) -> int:
@@ -219,8 +227,7 @@ class PeerSpeeds:
         if self.software.adapters is None:
             return seconds
         asked = 4 if self.plan.train.checkpointing == "full" else 3
-        if self.software.base_bytes < 2:
-            seconds += self.memory_s((2 + self.software.base_bytes) * n * k)
+        seconds += self.memory_s(self.software.unpack_bytes * n * k)
         moved = 3 if self.software.fused else 6
         return seconds * (asked - 1) / asked + self.memory_s(moved * m * (n + k))
 

@@ -17,8 +17,9 @@ _MEMORY_SHARE = 0.87
 """of the nominal memory bandwidth: published decode times fit 0.81 to 0.92"""
 _ATTENTION_SHARE = 0.32
 """where the device has none of its own: FlashAttention-2 on an H100, arXiv 2307.08691, figure 7"""
-_HOST_S = 6e-6
-"""to start an operation from Python with its gradient: torch takes 5 to 10 us"""
+_HOST_S = 1e-5
+"""to start an operation of a model's code: torch's dispatch and autograd take 5 us and more, Python
+around them as much again"""
 STEP_ERROR = (
     "half of the published runs of other software are within 8% and nine of ten within 27%; with "
     "experts 22% and 78%"
