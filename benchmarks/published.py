@@ -130,8 +130,9 @@ def _step_s(plan: Plan, run: Run) -> float | str:
     device = accelerator(plan.devices, type(catalog)(**{**vars(catalog), "devices": own}))
     if isinstance(device, str):
         return device
-    if run.software.fp8 and run.device.fp8_tflops is None:
-        return f"no peak in fp8 of {run.device.name}"
+    peaks = {"fp8": run.device.fp8_tflops, "fp4": run.device.fp4_tflops}
+    if run.software.narrow is not None and peaks[run.software.narrow] is None:
+        return f"no peak in {run.software.narrow} of {run.device.name}"
     speeds = PeerSpeeds(device=device, software=run.software, plan=plan, facts=run.facts)
     return step_seconds(plan, run.facts, speeds, run.interleave)
 

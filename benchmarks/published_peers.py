@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from shardwise.config import GIB, Plan
@@ -77,7 +78,8 @@ class Software:
     """of a parameter of a frozen embedding or head (peft casts what is not in 4 bits to fp32)"""
     trains_tables: bool = False
     """embedding and head are trained too, in copies of their own"""
-    fp8: bool = False
+    narrow: Literal["fp8", "fp4"] | None = None
+    """format of both inputs of products, where it is not bf16"""
     states: tuple[float, float, float] | None = None
     """bytes of a parameter's weight, gradient and optimizer state; None: as Shardwise"""
     logit_bytes: int | None = 14
@@ -93,7 +95,7 @@ def software_of(row: Mapping[str, str]) -> Software:
     recompute = row.get("recompute", "").lower()
     method = row.get("method", "").lower()
     adapted = method in ("lora", "qlora")
-    if any(word in precision for word in ("fp4", "int4", "int8")) and not adapted:
+    if any(word in precision for word in ("int4", "int8")) and not adapted:
         raise Unplanned(f"products in {row['precision']}")
     if "see note" in precision:
         raise Unplanned("precision not given")
@@ -158,7 +160,11 @@ def software_of(row: Mapping[str, str]) -> Software:
         unpack_bytes=0.0 if method != "qlora" else 25.0 if "int4" in precision else 2.5,
         table_bytes=4.0 if method == "qlora" and "torchtune" not in source else 2.0,
         trains_tables=adapted and "+emb" in note,
-        fp8="fp8" in precision or "float8" in precision,
+        narrow="fp4"
+        if "fp4" in precision
+        else "fp8"
+        if re.search("fp8|float8", precision)
+        else None,
         states=states,
         logit_bytes=None if chunked else 10 if "qwen readme" in source else 14 if eager else 8,
         measures=measures,
@@ -214,22 +220,32 @@ class PeerSpeeds:
         return self.device.evidence
 
     def matmul_s(self, m: float, n: int, k: int, dtype: Dtype) -> float:
-        """FP8: at the share of its own peak that bf16 reaches, and both inputs cast before it.
+        """In FP8 or FP4 as long as fewer rows take in bf16, as many as its peak is higher; and
+        both inputs are cast before it.
 
         A frozen weight has one product backward, not two, of those that the planner asks for; in 4
         bits it is unpacked before each. Its adapter reads what it reads and adds to what it makes.
         """
-        seconds = self.device.matmul_s(m, n, k, dtype)
-        peak = self.device.device.fp8_tflops
-        if self.software.fp8 and peak is not None:
-            seconds *= self.peak_flops / (peak * 1e12)
+        seconds = self.device.matmul_s(m / self._faster, n, k, dtype)
+        if self.software.narrow is not None:
             seconds += self.memory_s(3 * (m * k + n * k))
+        seconds += self.memory_s(self.software.unpack_bytes * n * k)
         if self.software.adapters is None:
             return seconds
         asked = 4 if self.plan.train.checkpointing == "full" else 3
         seconds += self.memory_s(self.software.unpack_bytes * n * k)
         moved = 3 if self.software.fused else 6
         return seconds * (asked - 1) / asked + self.memory_s(moved * m * (n + k))
+
+    @cached_property
+    def _faster(self) -> float:
+        """Peak of the products' format over that of bf16."""
+        peaks = {
+            None: self.device.device.bf16_tflops,
+            "fp8": self.device.device.fp8_tflops,
+            "fp4": self.device.device.fp4_tflops,
+        }
+        return (peaks[self.software.narrow] or math.nan) * 1e12 / self.peak_flops
 
     def attention_s(self, flops: float, dtype: Dtype) -> float:
         """Without fused attention: two products, and the scores of every pair read and written."""

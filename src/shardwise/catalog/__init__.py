@@ -36,6 +36,7 @@ class Device(Config):
     """best bf16 product of random values under load; None: as the measured table says"""
     fp16_tflops: float | None = Field(default=None, gt=0)
     fp8_tflops: float | None = Field(default=None, gt=0)
+    fp4_tflops: float | None = Field(default=None, gt=0)
     hbm_gb_per_s: float | None = Field(default=None, gt=0)
     per_node: int = Field(default=8, ge=1)
     """devices that the fast link joins"""
