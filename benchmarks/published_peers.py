@@ -229,7 +229,6 @@ class PeerSpeeds:
         seconds = self.device.matmul_s(m / self._faster, n, k, dtype)
         if self.software.narrow is not None:
             seconds += self.memory_s(3 * (m * k + n * k))
-        seconds += self.memory_s(self.software.unpack_bytes * n * k)
         if self.software.adapters is None:
             return seconds
         asked = 4 if self.plan.train.checkpointing == "full" else 3
