@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, n
 
 from benchmarks.published_peers import (
     PeerSpeeds,
-    Unplanned,
     peer_memory_gib,
     step_seconds,
     tokens_per_s,
 )
 from benchmarks.published_rows import Row, Run, read_rows, real, run_of
+from benchmarks.published_software import Unplanned
 from shardwise.catalog import load_catalog
 from shardwise.config import Plan
 from shardwise.errors import UserError

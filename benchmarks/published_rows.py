@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published_peers import Software, Unplanned, software_of
+from benchmarks.published_software import Software, Unplanned, software_of
 from shardwise.catalog import Catalog, Device
 from shardwise.config import Devices, Layout, Plan, Precision, Train
 from shardwise.models.facts import ModelFacts

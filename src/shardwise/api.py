@@ -13,10 +13,11 @@ from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.read import read_facts
 from shardwise.planner.accelerator import accelerator
+from shardwise.planner.answer import Answer
 from shardwise.planner.cost import Job, Rate, cost_of
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
-from shardwise.planner.search import Answer, search
+from shardwise.planner.search import search
 from shardwise.planner.speeds import Speeds
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from benchmarks import published
 from benchmarks.published import Result, judge, main, pairs, percentile, report
-from benchmarks.published_peers import Software, Unplanned, korthikanti_bytes, software_of
+from benchmarks.published_peers import korthikanti_bytes
 from benchmarks.published_rows import PlainFacts, facts_of, read_rows, run_of
+from benchmarks.published_software import Software, Unplanned, software_of
 
 from shardwise.catalog import load_catalog
 from shardwise.config import GIB

@@ -14,11 +14,11 @@ from rich.console import Console
 
 import shardwise
 from shardwise.config import GIB
+from shardwise.planner.answer import Answer
 from shardwise.planner.cost import Job, Rate
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, Timing
 from shardwise.planner.report import render, to_json, verdict_text
-from shardwise.planner.search import Answer
 from tests.unit.test_facts import LLAMA_3_1_8B, SMOLLM2
 
 MACHINE = Machine(

@@ -27,11 +27,11 @@ from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
 from shardwise.launch.rundir import check_resume, check_same_rows, claimed, tidy
 from shardwise.models.read import read_facts
+from shardwise.planner.answer import MEMORY_EVIDENCE
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
 from shardwise.planner.memory import predict_memory, stage_bytes
-from shardwise.planner.search import MEMORY_EVIDENCE
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from shardwise.config import GIB, Memory
 from shardwise.console import count, gib, seconds
+from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, suggest
 from shardwise.planner.cost import Cost
 from shardwise.planner.memory import state_bytes
-from shardwise.planner.search import MEMORY_EVIDENCE, Answer, Option, suggest
 from shardwise.planner.timing import StepTime
 from shardwise.planner.traffic import traffic
 

@@ -2,113 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from shardwise.config import GIB, Layout, Memory, Plan, Precision, Prediction
-from shardwise.console import seconds
+from shardwise.config import GIB, Layout, Plan, Precision, Prediction
 from shardwise.models.facts import ModelFacts
-from shardwise.planner.cost import Cost
-from shardwise.planner.layout import (
-    check_plan,
-    legal_layouts,
-    legal_tp_sizes,
-    why_illegal,
-    why_too_few_rows,
-)
+from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, Verdict
+from shardwise.planner.layout import check_plan, legal_layouts, why_illegal, why_too_few_rows
 from shardwise.planner.memory import predict_memory, stage_bytes
+from shardwise.planner.ranking import MODES, by_cost, ranked_options, why_slower
 from shardwise.planner.speeds import Speeds
 from shardwise.planner.stages import DEFAULT_SCHEDULE, slowdown, why_not_scheduled
-from shardwise.planner.timing import StepTime, StepTimer, TimedCollective, model_flops_per_token
+from shardwise.planner.timing import StepTimer
 from shardwise.planner.traffic import traffic
 
-Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
-_MODES = ["none", "selective", "full"]
-"""of recomputation, each cheaper in memory and dearer in time than the one before"""
 _LEAST_CONTEXT = 2048
 """tokens of a sequence that a rank keeps where context parallelism is proposed; fewer on request
 only: gathering keys and values would be most of the work"""
 _HOPELESS = 1.2
 """times the memory that there is: nothing that keeps more than the least needs a sixth less"""
-_EVEN = 0.03
-"""step times that are nearer to each other than this are taken for equal: the error is larger"""
-MEMORY_EVIDENCE = (
-    "analytic, within 8% of measured runs on CPU; not measured on accelerators, where nine of ten "
-    "published runs of other software are within 20%"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """One way to run the task, with what it needs."""
-
-    name: str
-    plan: Plan
-    memory: Memory
-    step: StepTime | None
-    """None: no speeds are known, or it does not fit"""
-    traffic_bytes: int
-    """that a rank moves in a step; 0 where it does not fit"""
-    slowdown: float
-    """how much longer a pipeline takes than its ranks' share of the work; 1 without one"""
-    capacity: float
-    """bytes of one device"""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the worst rank stays within the device's memory."""
-        return self.memory.total <= self.capacity
-
-    @property
-    def step_s(self) -> float | None:
-        """Seconds of one optimizer step."""
-        return None if self.step is None else self.step.total_s
-
-    @property
-    def tokens_per_s_per_device(self) -> float | None:
-        """Tokens of full rows, over all devices of the plan."""
-        train, step_s = self.plan.train, self.step_s
-        if step_s is None:
-            return None
-        return train.global_batch * train.seq_len / _count(self.plan) / step_s
-
-    def mfu(self, facts: ModelFacts, peak_flops: float | None) -> float | None:
-        """Share of the devices' bf16 peak, by `timing.model_flops_per_token`."""
-        tokens = self.tokens_per_s_per_device
-        if tokens is None or peak_flops is None:
-            return None
-        return tokens * model_flops_per_token(self.plan, facts) / peak_flops
-
-    @property
-    def shortfall(self) -> str:
-        """The number that rules this option out."""
-        return (
-            f"needs {self.memory.total / GIB:.2f} GiB a device, "
-            f"a device has {self.capacity / GIB:.2f} GiB"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The planner's answer."""
-
-    facts: ModelFacts
-    verdict: Verdict
-    chosen: Option | None
-    single: Option
-    """the task on one device, as asked for"""
-    levers: list[Option] = field(default_factory=list)
-    """one device again, with cheaper settings"""
-    rejected: list[tuple[str, str]] = field(default_factory=list)
-    """option, and the reason why it lost"""
-    ranked: list[Option] = field(default_factory=list)
-    """all that fit, the chosen one first"""
-    peak_flops: float | None = None
-    """of one device in bf16"""
-    cost: Cost | None = None
-    """of the chosen option"""
-    notes: tuple[str, ...] = ()
-    """what the user should know of the model's files"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +76,9 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
     one_device = [lever for lever in levers if lever.fits]
     if not fitting and not fixed:  # the task as asked, sharded, before cheaper settings on one
         fitting = one_device[:1]
-    fitting = _ranked(fitting)
+    fitting = ranked_options(fitting)
     chosen = fitting[0] if fitting else None
-    rejected = [(o.name, _why_slower(o, chosen)) for o in fitting[1:] if chosen is not None]
+    rejected = [(o.name, why_slower(o, chosen)) for o in fitting[1:] if chosen is not None]
     rejected += [(option.name, option.shortfall) for option in too_large] + illegal
     return Answer(
         facts=facts,
@@ -244,7 +155,7 @@ def _best_shape(shapes: list[Plan], facts: ModelFacts, clock: Clock) -> Option:
                 fitting[shape.train.micro_batch] = option
     if shapes[-1].train.micro_batch not in fitting:
         judged.append(least)
-    return min(judged, key=lambda o: (not o.fits, _cost(o) if o.fits else o.memory.total))
+    return min(judged, key=lambda o: (not o.fits, by_cost(o) if o.fits else o.memory.total))
 
 
 def _shapes(plan: Plan, facts: ModelFacts, *, fixed: bool) -> list[Plan]:
@@ -252,7 +163,7 @@ def _shapes(plan: Plan, facts: ModelFacts, *, fixed: bool) -> list[Plan]:
     if fixed or plan.task == "serve":
         return [plan]
     sizes = [n for n in range(plan.train.micro_batch, 0, -1) if plan.train.micro_batch % n == 0]
-    modes = _MODES[_MODES.index(plan.train.checkpointing) :]
+    modes = MODES[MODES.index(plan.train.checkpointing) :]
     shapes = [_train(plan, micro_batch=n, checkpointing=mode) for mode in modes for n in sizes]
     # a larger micro-batch makes fewer of them, perhaps too few for the pipeline
     return [shape for shape in shapes if why_not_scheduled(shape, facts) is None]
@@ -315,97 +226,6 @@ def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     )
 
 
-def _cost(option: Option) -> tuple[float, ...]:
-    """Fastest first; unmeasured, recomputation costs most, then traffic, then small passes."""
-    train, layout = option.plan.train, option.plan.layout
-    recompute = float(_MODES.index(train.checkpointing))
-    # without a measurement, more devices are taken to be worth more than their traffic
-    unmeasured = (
-        recompute,
-        -layout.world_size,
-        round(option.slowdown, 2),
-        option.traffic_bytes,
-        -train.micro_batch,
-        layout.tp,
-        option.memory.total,
-    )
-    return unmeasured if option.step_s is None else (option.step_s, *unmeasured)
-
-
-def _ranked(options: list[Option]) -> list[Option]:
-    """The best first; of those that are as good as the fastest, the one of fewest axes."""
-    ranked = sorted(options, key=_cost)
-    if not ranked or ranked[0].step_s is None:
-        return ranked
-    limit = ranked[0].step_s * (1 + _EVEN)
-    even = [o for o in ranked if o.step_s is not None and o.step_s <= limit]
-    chosen = min(even, key=lambda o: (_num_axes(o.plan.layout), even.index(o)))
-    return [chosen, *(o for o in ranked if o is not chosen)]
-
-
-def _num_axes(layout: Layout) -> int:
-    return sum(getattr(layout, axis) > 1 for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
-
-
-def _why_slower(option: Option, chosen: Option) -> str:
-    if option.step is not None and chosen.step is not None:
-        return _why_longer(option, option.step, chosen.step)
-    if option.plan.layout.world_size < chosen.plan.layout.world_size:
-        return f"leaves {_count(option.plan) - option.plan.layout.world_size} device(s) idle"
-    if option.slowdown > chosen.slowdown + 0.005:
-        return f"its pipeline takes {option.slowdown:.2f} times its share of the work"
-    if option.plan.train.checkpointing != chosen.plan.train.checkpointing:
-        return f"fits only with train.checkpointing={option.plan.train.checkpointing}"
-    return (
-        f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
-        f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"
-    )
-
-
-def _why_longer(option: Option, step: StepTime, best: StepTime) -> str:
-    """The one part of a step that explains most of what it is longer than the best."""
-    whole = f"{seconds(step.total_s)} a step"
-    longer = step.total_s - best.total_s
-    if longer <= _EVEN * best.total_s:
-        return f"{whole}, as good as the chosen one's {seconds(best.total_s)}, but no simpler"
-    axes, others = step.exposed_by_axis(), best.exposed_by_axis()
-    parts = {
-        **{axis: (value, value - others.get(axis, 0.0)) for axis, value in axes.items()},
-        "idle": (step.idle_s, step.idle_s - best.idle_s),
-        "memory": (step.memory_s, step.memory_s - best.memory_s),
-        "compute": (step.compute_s, step.compute_s - best.compute_s),
-    }
-    part = max(parts, key=lambda name: parts[name][1])
-    taken, more = parts[part]
-    if more < longer / 2:
-        return f"{whole}, the chosen one {seconds(best.total_s)}"
-    of_whole = f"{seconds(taken)} of {whole}"
-    if part in axes:
-        return f"{_named(option.plan.layout, part)} {_on_link(step, part, of_whole)}"
-    verbs = {
-        "idle": "its pipeline idles",
-        "memory": "element-wise operations take",
-        "compute": "computes",
-    }
-    return f"{verbs[part]} {of_whole}, the chosen one {seconds(taken - more)}"
-
-
-def _named(layout: Layout, axis: str) -> str:
-    """An axis of the ledger with its size: shards may be over two axes of the layout."""
-    if axis == "fsdp" and layout.cp > 1:
-        return f"fsdp x cp={layout.num_shards}"
-    size = layout.num_expert_shards if axis == "efsdp" else getattr(layout, axis)
-    return f"{axis}={size}"
-
-
-def _on_link(step: StepTime, axis: str, of_whole: str) -> str:
-    worst: TimedCollective = max(
-        (timed for timed in step.lines if timed.line.axis == axis), key=lambda t: t.exposed_s
-    )
-    where = "crosses nodes" if worst.group.crosses else "waits for its ranks"
-    return f"{where}: {of_whole} on the {worst.link}"
-
-
 def _name(plan: Plan) -> str:
     if plan.task == "serve":
         return str(plan.layout)
@@ -431,14 +251,3 @@ def _bf16(plan: Plan) -> Plan:
 
 def _train(plan: Plan, **changes: object) -> Plan:
     return plan.model_copy(update={"train": plan.train.model_copy(update=changes)})
-
-
-def suggest(answer: Answer) -> str:
-    """What would make an impossible task possible."""
-    facts = answer.facts
-    least = min((o.memory.total for o in (answer.single, *answer.levers)), default=0)
-    sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
-    return (
-        f"one device would need {least / GIB:.2f} GiB at the least; take more devices or larger "
-        f"ones (tensor-parallel sizes that fit this model: {sizes}), or a smaller model."
-    )
