@@ -51,6 +51,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("precision",),
     "optimizer": ("optimizer",),
 }
+CONTEXT_GIB = 1.0
+"""of the device's context and communicators: the planner's own number"""
 _TIE = 0.03
 """published numbers that are nearer than this have no order"""
 
@@ -111,6 +113,11 @@ def judge(row: Row) -> Result:
 
 def _judged(plan: Plan, run: Run, unit: str | None) -> Result:
     memory = peer_memory_gib(plan, run.facts, run.software, run.interleave)
+    # what is on the card, whatever was published: allocated memory is not all of it
+    software = run.software
+    if software.measures == "allocated":
+        software = replace(software, measures="reserved")
+    need = peer_memory_gib(plan, run.facts, software, run.interleave) + CONTEXT_GIB
     step_s = _step_s(plan, run)
     known = not isinstance(step_s, str)
     return Result(
@@ -119,7 +126,7 @@ def _judged(plan: Plan, run: Run, unit: str | None) -> Result:
         memory_gib=memory,
         throughput=_in_unit(tokens_per_s(plan, float(step_s)), unit, plan, run) if known else None,
         unit=unit,
-        fits=memory <= run.device.usable_gib,
+        fits=need <= run.device.usable_gib,
         micro_batch=plan.train.micro_batch,
     )
 

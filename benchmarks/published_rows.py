@@ -27,27 +27,8 @@ from shardwise.models.layers import Latent, LayerKind, Param, layer_params
 Row = Mapping[str, str]
 GPT = Family(model_type="gpt", norms=("ln_1", "ln_2"), norm_bias=True, qkv_bias=True, o_bias=True)
 """heads that are cut, layer norms with biases, and an MLP of two matrices (`PlainFacts`)"""
-_DEVICES = {
-    ("A100", 80): "A100-80GB",
-    ("A100-SXM", 80): "A100-80GB",
-    ("A100", 40): "A100-40GB",
-    ("A100-SXM", 40): "A100-40GB",
-    ("NVIDIA Ampere", 0): "A100-80GB",
-    ("H100", 80): "H100-80GB",
-    ("H100-SXM", 80): "H100-80GB",
-    ("H100 96GB HBM2e 500W", 96): "H100-80GB",
-    ("H200", 141): "H200-141GB",
-    ("B200", 180): "B200-180GB",
-    ("B300", 288): "B300-288GB",
-    ("GB200", 186): "GB200-186GB",
-    ("GB300", 288): "GB300-288GB",
-    ("L40S", 48): "L40S",
-    ("L4", 24): "L4",
-    ("A10G", 24): "A10G",
-    ("V100", 16): "V100-16GB",
-    ("T4", 16): "T4",
-    ("MI300X", 192): "MI300X",
-}
+_CHIPS = re.compile(r"\b(GB300|GB200|B300|B200|H200|H100|A100|A10G|L40S|L4|V100|T4|MI300X)\b")
+_ALIASES = {"NVIDIA Ampere": "A100 80GB"}
 _MODELS = Path(__file__).with_name("published_models.csv")
 """dimensions of models that tables only name"""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -173,17 +154,19 @@ def real(row: Row, key: str) -> float | None:
 
 
 def device_of(row: Row, catalog: Catalog) -> Device:
-    """The catalogue's device of a row."""
-    name, memory = row.get("gpu", ""), round(real(row, "gpu_mem_GB") or 0)
-    sizes = [m for n, m in _DEVICES if n == name]
-    known = _DEVICES.get((name, memory)) or (
-        _DEVICES[name, sizes[0]] if not memory and len(sizes) >= 1 else None
-    )
+    """The catalogue's device of a row: of the chip that it names, the one nearest in memory."""
+    name = _ALIASES.get(row.get("gpu", ""), row.get("gpu", ""))
     if not name and "model states" in row.get("note", "").lower():
-        known = "A100-80GB"  # states are the same on any
-    if known is None:
-        raise Unplanned(f"device {name or '(none)'} {memory or ''} is not in the catalogue".strip())
-    device = catalog.devices[known]
+        name = "A100 80GB"  # states are the same on any
+    chip = _CHIPS.search(name.upper().replace("-", " ").replace("_", " "))
+    told = re.search(r"(\d+)\s*GB", name, flags=re.IGNORECASE)
+    memory = real(row, "gpu_mem_GB") or (float(told[1]) if told else None)
+    kinds = [d for d in catalog.devices.values() if chip and re.match(rf"{chip[1]}(-|$)", d.name)]
+    if not kinds or re.search("pcie|nvl\\b", name, flags=re.IGNORECASE):
+        raise Unplanned(f"device {name or '(none)'} is not in the catalogue")
+    device = max(kinds, key=lambda d: d.usable_gib)
+    if memory is not None:
+        device = min(kinds, key=lambda d: abs(d.usable_gib * 1.074 - memory))
     if "HBM2e" in name:  # the same chip with 2.4 TB/s and 500 of 700 W (torchtitan's tables);
         # dynamic power grows with the cube of the clock
         slower = (500 / 700) ** (1 / 3) * (device.sustained_tflops or 0)
@@ -232,7 +215,7 @@ def _sharding(row: Row, dp: int) -> tuple[int, int]:
     if text in ("", "0", "none", "ddp"):
         return 3, 1
     if "not stated" in text:
-        if dp > 1:
+        if dp > 1 and "lora" not in row.get("method", ""):  # adapters have next to no states
             raise Unplanned("how states are sharded is not stated")
         return 3, 1
     if match := re.search(r"megatron-fsdp\D*(\d+)", text):

@@ -103,8 +103,9 @@ def software_of(row: Mapping[str, str]) -> Software:
     mode: Recompute = "full" if full else "none"
     if selective and not old:
         mode = "selective"
-    eager = "torchtitan" in source and "compile" not in note
-    eager = eager or any(word in source for word in ("qwen readme", "peft", "transformers"))
+    # kernels written by hand or compiled; what nothing is said of runs a model's code as it is
+    told = f"{source} {note}"
+    eager = not megatron and not re.search("nemo|maxtext|foundry|compile|liger|unsloth", told)
     tuned = "torchtune" in source  # each row of its ladder has what the ones before it have
     if tuned:
         eager = note.startswith(("baseline", "+packed"))
@@ -121,8 +122,14 @@ def software_of(row: Mapping[str, str]) -> Software:
     states = None
     if megatron:
         states = (2.0, 4.0, 12.0)
-    if "deepspeed" in source or "qwen readme" in source:
-        states = (2.0, 2.0, 12.0)
+    sharding = row.get("zero_stage_or_fsdp", "").lower()
+    if not megatron and (
+        re.fullmatch(r"[123]|zero-?[123].*|.*deepspeed.*", sharding)
+        or re.search("deepspeed|qwen readme", source)
+    ):
+        states = (2.0, 2.0, 12.0)  # DeepSpeed keeps 16-bit weights and gradients of its own
+    if re.search("true|pure", precision):
+        states = (2.0, 2.0, 4.0)
     if measures == "states":
         states = (2.0, 2.0, 12.0)
     if precision == "bf16" and ("torchtune" in source):
@@ -130,6 +137,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         states = (2.0, 2.0, moments)
     return Software(
         name="megatron" if megatron else source.split(" ")[0],
+        compute="fp32" if re.match("fp32|tf32|32", precision) else "bf16",
         reduce="bf16" if "pure" in note else "fp32",
         checkpointing=mode,
         fused=not eager,
@@ -158,6 +166,6 @@ def software_of(row: Mapping[str, str]) -> Software:
 
 def _rank(source: str, note: str) -> int:
     """Rank of the adapters: as said, or the one of the software's own recipe."""
-    if match := re.search(r"(?:rank|lora_r|r)\s*=?\s*(\d+)", note):
+    if match := re.search(r"\b(?:rank|lora_r|r)\s*=?\s*(\d+)\b", note):
         return int(match[1])
     return 64 if "qwen readme" in source else 8 if "torchtune" in source else 16
