@@ -350,9 +350,10 @@ def prices(as_json: JsonOption = False) -> None:
         typer.echo(json.dumps([row.model_dump() for row in rows], indent=2))
         return
     for row in rows:
+        name = f"{row.provider}:{row.instance}@{row.region}"
         typer.echo(
-            f"{row.provider}:{row.instance}@{row.region:<16} {row.count}x{row.device:<11} "
-            f"{row.usd_per_hour:8.2f} USD an hour, {row.kind}; {row.date}; {row.source}"
+            f"{name:<42} {row.count}x{row.device:<11} {row.usd_per_hour:7.2f} USD an hour, "
+            f"{row.kind}; {row.date}; {row.source}"
         )
 
 

@@ -213,6 +213,8 @@ def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     evidence: dict[str, object] = {"memory": memory, "memory_evidence": MEMORY_EVIDENCE}
     if step is not None and clock.speeds is not None:
         evidence |= {"step_s": step.total_s, "step_evidence": clock.speeds.evidence}
+    elif clock.timer is not None and plan.task == "full":
+        evidence["step_evidence"] = "not timed: it does not fit"
     elif clock.why_none is not None:
         evidence["step_evidence"] = clock.why_none
     return Option(
