@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.catalog import Catalog, find_price, load_catalog
+from shardwise.catalog import Catalog, Price, find_price, load_catalog
 from shardwise.config import Devices, Layout, Plan, Precision, parse, with_overrides
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.read import read_facts
-from shardwise.planner.accelerator import accelerator
+from shardwise.planner.accelerator import SET_NETWORK, accelerator
 from shardwise.planner.answer import Answer
 from shardwise.planner.cost import Job, Rate, cost_of
 from shardwise.planner.devices import parse_devices
@@ -68,38 +68,39 @@ def plan(
             whole.
     """
     catalog, job = load_catalog(catalog_file), job or Job()
+    price = None
     if instance is not None:
-        devices, job = _rented(catalog, instance, num_instances, gpus, memory_gib, job)
+        price = _price(catalog, instance, num_instances, gpus)
+        devices = _rented(catalog, price, num_instances, memory_gib)
+        job = replace(job, rate=job.rate or Rate.of(price))
     else:
         devices = parse_devices("cpu:1" if gpus is None else gpus, memory_gib, catalog)
     asked = base_plan(model, task, layout or Layout(), devices)
     asked = with_overrides(asked, overrides)
     facts = read_facts(model)
     fixed = layout is not None or asked.layout != Layout()  # `overrides` may set it too
-    answer = search(asked, facts, machine or _catalog_speeds(asked, catalog), fixed=fixed)
+    speeds = machine or _catalog_speeds(asked, catalog)
+    unknown = price is not None and num_instances > 1 and asked.devices.network_gbit is None
+    if machine is None and unknown:  # what the catalogue has is of another machine
+        speeds = f"the network of {instance} is not known: {SET_NETWORK}"
+    answer = search(asked, facts, speeds, fixed=fixed)
     chosen = answer.chosen
     cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
     return replace(answer, notes=_weight_notes(Path(model), facts), cost=cost)
 
 
-def _rented(
-    catalog: Catalog,
-    instance: str,
-    count: int,
-    gpus: str | None,
-    memory_gib: float | None,
-    job: Job,
-) -> tuple[Devices, Job]:
-    """Devices of some instances, and the job at their price (unless another one is given)."""
+def _price(catalog: Catalog, instance: str, count: int, gpus: str | None) -> Price:
     if gpus is not None:
         raise UserError(f"--gpus {gpus} and --instance {instance} both name devices; give one.")
     if count < 1:
         raise UserError(f"--count {count}: give at least 1 instance.")
-    price = find_price(catalog, instance)
+    return find_price(catalog, instance)
+
+
+def _rented(catalog: Catalog, price: Price, count: int, memory_gib: float | None) -> Devices:
+    """The devices of some instances."""
     devices = parse_devices(f"{count}x{price.count}x{price.device}", memory_gib, catalog)
-    if price.network_gbit is not None:
-        devices = devices.model_copy(update={"network_gbit": price.network_gbit})
-    return devices, replace(job, rate=job.rate or Rate.of(price))
+    return devices.model_copy(update={"network_gbit": price.network_gbit})
 
 
 def _catalog_speeds(plan: Plan, catalog: Catalog) -> Speeds | str | None:

@@ -239,6 +239,11 @@ def test_what_is_not_calibrated_has_no_speeds(gpus: str, reason: str) -> None:
     assert reason in found
 
 
+@pytest.mark.parametrize(("gpus", "gbit"), [("16xH100-80GB", 3200.0), ("12xH100-80GB", 2400.0)])
+def test_a_node_that_is_used_in_part_has_a_part_of_the_network(gpus: str, gbit: float) -> None:
+    assert speeds(gpus).network_gbit == gbit
+
+
 @pytest.mark.parametrize(
     ("text", "count", "node"),
     [("8xH100-80GB", 8, 8), ("2x8xH100-80GB", 16, 8), ("4x2xH100-80GB", 8, 2), ("H100-80GB", 1, 1)],

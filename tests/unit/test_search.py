@@ -312,6 +312,26 @@ def test_what_cannot_be_rented(llama: Path, asked: dict[str, Any], reason: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_a_network_that_nobody_told_is_not_guessed(llama: Path) -> None:
+    """Of rented machines, and of nodes of another size than the catalogue's."""
+    rented: dict[str, Any] = {"gpus": None, "instance": "lambda:gpu_8x_h100_sxm5@US"}
+    assert fast(llama, **rented).ranked[0].step_s is not None
+    for asked in ({**rented, "num_instances": 2}, {"gpus": "4x2xH100-80GB"}):
+        answer = fast(llama, **asked)
+        assert answer.chosen is not None
+        assert answer.chosen.step_s is None
+        assert answer.chosen.plan.predicted is not None
+        assert "devices.network_gbit" in answer.chosen.plan.predicted.step_evidence
+    told = shardwise.plan(
+        llama,
+        **rented,
+        num_instances=2,
+        overrides=["train.seq_len=4096", "train.global_batch=64", "devices.network_gbit=1600.0"],
+    )
+    assert told.chosen is not None
+    assert told.chosen.step_s is not None
+
+
 def test_what_is_not_calibrated_is_to_be_probed(llama: Path) -> None:
     answer = fast(llama, "8xMI300X")
     assert answer.chosen is not None

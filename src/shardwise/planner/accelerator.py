@@ -20,8 +20,9 @@ _ATTENTION_SHARE = 0.32
 _HOST_S = 1e-5
 """to start an operation of a model's code: torch's dispatch and autograd take 5 us and more, Python
 around them as much again"""
+SET_NETWORK = "set devices.network_gbit (Gb/s of a node)"
 STEP_ERROR = (
-    "half of the published runs of other software are within 8% and nine of ten within 27%; with "
+    "half of the published runs of other software are within 8% and nine of ten within 28%; with "
     "experts 22% and 78%"
 )
 
@@ -167,6 +168,14 @@ class Accelerator:
         return self.device.link or "link of a node"
 
 
+def _network_gbit(device: Device, devices: Devices, node: int) -> float | None:
+    """Of a node that is used in part: every device has its share of the cards. A node of another
+    size than the catalogue's is another machine, whose network is not known."""
+    if device.network_gbit is None or (devices.per_node or device.per_node) != device.per_node:
+        return None
+    return device.network_gbit * node / device.per_node
+
+
 def accelerator(devices: Devices, catalog: Catalog) -> Accelerator | str:
     """The speeds of a plan's devices, or the reason why they are not known."""
     device = catalog.devices.get(devices.kind)
@@ -182,12 +191,9 @@ def accelerator(devices: Devices, catalog: Catalog) -> Accelerator | str:
     if lacking:
         return f"{device.name} has no {' and no '.join(lacking)} in the catalogue"
     count, node = devices.count or 1, devices.node(device.per_node)
-    network = devices.network_gbit or device.network_gbit
+    network = devices.network_gbit or _network_gbit(device, devices, node)
     if count > node and network is None:
-        return (
-            f"the network between nodes of {device.name} is not known: set devices.network_gbit "
-            "(Gb/s of a node)"
-        )
+        return f"the network between nodes of {node}x{device.name} is not known: {SET_NETWORK}"
     names = [name for name in (device.name, device.like) if name is not None]
     measured = next((catalog.collectives[n] for n in names if n in catalog.collectives), {})
     return Accelerator(

@@ -80,26 +80,6 @@ class StepTime:
         return found
 
 
-def step_flops(plan: Plan, facts: ModelFacts, rank: int = 0) -> float:
-    """Floating-point operations of one rank in one optimizer step.
-
-    6 for each multiply-add of the forward pass (8 with full recomputation): a matrix parameter
-    and token, or an attention score over half of the sequence on average (causal).
-
-    Args:
-        rank: position on the `pp` axis.
-    """
-    layout, train = plan.layout, plan.train
-    tokens = train.num_micro_batches(layout) * train.micro_batch * train.seq_len
-    stages = stages_of_rank(plan, facts, rank)
-    costs = layer_costs(plan, facts)
-    work = sum(costs[layer] for stage in stages for layer in stage.layers)
-    if any(stage.is_last for stage in stages):
-        work += head_cost(facts)
-    again = 2 / train.checkpoint_every if train.checkpointing == "full" else 0
-    return (6 + again) * tokens * work / layout.tp / layout.cp
-
-
 def model_flops_per_token(plan: Plan, facts: ModelFacts) -> float:
     """What a token takes in a step by the convention of MFU: nothing twice, causal attention."""
     one = plan.model_copy(
@@ -240,19 +220,19 @@ class StepTimer:
             group = place(plan.layout, line.axis, self.speeds.node or plan.layout.world_size)
             seconds = line.count * self.speeds.collective_s(line.op, line.num_bytes, group)
             timed.append((line, group, seconds))
-        hidden = self._hidden(plan, timed, passes)
+        shown = self._shown(plan, timed, passes)
         return [
             TimedCollective(
                 line=line,
                 group=group,
                 link=self.speeds.link(group),
                 time_s=seconds,
-                exposed_s=seconds * hidden if line.axis in _SHARD_AXES else seconds,
+                exposed_s=seconds * shown if line.axis in _SHARD_AXES else seconds,
             )
             for line, group, seconds in timed
         ]
 
-    def _hidden(
+    def _shown(
         self, plan: Plan, timed: Sequence[tuple[Collective, Group, float]], passes: _Passes
     ) -> float:
         """The share of the traffic of shards and replicas that shows.
