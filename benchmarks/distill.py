@@ -159,8 +159,10 @@ def prices(rows: Iterable[dict[str, str]], devices: dict[str, Device]) -> list[l
 
 
 def _short(source: str) -> str:
-    """The project and commit of a source, without commas."""
-    return re.split(r" aic-core| \(", source)[0].replace(",", ";")
+    """The project, commit and licence of a source."""
+    project = re.split(r" aic-core| \(", source)[0]
+    licence = re.search(r"\([^()]*\)$", source)
+    return " ".join([project, *([licence[0]] if licence else [])]).replace(",", ";")
 
 
 def _read(path: Path) -> list[dict[str, str]]:

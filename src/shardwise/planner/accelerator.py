@@ -58,7 +58,7 @@ class Accelerator:
             between = f", between nodes by formula on {self.network_gbit:.0f} Gb/s a node"
         return (
             f"analytic; products as measured{like}, {inside}{between} ({self.sources}); "
-            f"{STEP_ERROR}; `shardwise probe` narrows it"
+            f"{STEP_ERROR}"
         )
 
     @cached_property
@@ -181,6 +181,8 @@ def accelerator(devices: Devices, catalog: Catalog) -> Accelerator | str:
     device = catalog.devices.get(devices.kind)
     if device is None:
         return f"no facts of {devices.kind} in the catalogue"
+    names = [name for name in (device.name, device.like) if name is not None]
+    measured = next((catalog.collectives[n] for n in names if n in catalog.collectives), {})
     table = catalog.matmuls.get(device.name) or catalog.matmuls.get(device.like or "", ())
     missing = {
         "measured matrix products": not table,
@@ -194,8 +196,8 @@ def accelerator(devices: Devices, catalog: Catalog) -> Accelerator | str:
     network = devices.network_gbit or _network_gbit(device, devices, node)
     if count > node and network is None:
         return f"the network between nodes of {node}x{device.name} is not known: {SET_NETWORK}"
-    names = [name for name in (device.name, device.like) if name is not None]
-    measured = next((catalog.collectives[n] for n in names if n in catalog.collectives), {})
+    if count > 1 and not measured and device.link_gb_per_s is None:
+        return f"{device.name} has no measured collectives and no known link in the catalogue"
     return Accelerator(
         device=device,
         node=node,
