@@ -21,7 +21,7 @@ from shardwise.planner.network import Group, place
 from shardwise.planner.speeds import Speeds
 from shardwise.planner.stages import StageSpec, bubble, head_cost, layer_costs, worst_ranks
 from shardwise.planner.traffic import Collective, fsdp_groups, traffic
-from shardwise.planner.work import head_products, layer_work
+from shardwise.planner.work import Product, head_product, layer_work
 
 _COPIES_PER_FSDP_BYTE = {False: 4, True: 2}
 """Bytes read and written for each byte gathered or reduced. What is gathered is copied out of one
@@ -32,9 +32,11 @@ _UPDATE_TENSORS = 7
 _LOGIT_PASSES = 6
 """maximum, power, sum and softmax are made in place"""
 _SHARD_AXES = ("fsdp", "efsdp", "dp")
-_BACKWARD_PRODUCTS, _BACKWARD_ATTENTION = 2, 2.5
-"""for each forward one: two products of a matrix; of fused attention five for two
-(FlashAttention-2, arXiv 2307.08691, section 4.1)"""
+_BACKWARD_PRODUCTS = 2
+"""of a matrix, for each forward one"""
+_BACKWARD_ATTENTION = {False: 2.0, True: 2.5}
+"""for each forward second: fused attention, which devices that overlap run, makes five products
+where two are made forward (FlashAttention-2, arXiv 2307.08691, section 4.1)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +174,8 @@ class StepTimer:
             work, dtype = layer_work(plan, self.facts, kind), plan.precision.compute
             products = self._products_s(work.products, plan)
             attention = self.speeds.attention_s(work.attention_flops, dtype)
-            backward = (
-                _BACKWARD_PRODUCTS * products
-                + (_BACKWARD_ATTENTION if self.speeds.overlaps else 2) * attention
-            )
+            backward = _BACKWARD_PRODUCTS * products
+            backward += _BACKWARD_ATTENTION[self.speeds.overlaps] * attention
             self._layers[key] = _Passes(
                 self._seconds(products + attention, work.forward_bytes, work.host_ops[0]),
                 self._seconds(backward, work.backward_bytes, work.host_ops[1]),
@@ -184,14 +184,14 @@ class StepTimer:
 
     def _head(self, plan: Plan) -> _Passes:
         """Head and loss: logits are made, and their gradient, a chunk at a time."""
-        products = self._products_s(head_products(plan, self.facts), plan)
+        products = self._products_s([head_product(plan, self.facts)], plan)
         vocab = self.facts.vocab_size // plan.layout.tp
         moved = _LOGIT_PASSES * vocab * FP32 * local_tokens(plan)
         return _Passes(
             self._seconds(products, moved, 0), self._seconds(_BACKWARD_PRODUCTS * products, 0, 0)
         )
 
-    def _products_s(self, products: Iterable[tuple[int, float, int, int]], plan: Plan) -> float:
+    def _products_s(self, products: Iterable[Product], plan: Plan) -> float:
         dtype = plan.precision.compute
         return sum(
             count * self.speeds.matmul_s(m, n, k, dtype) for count, m, n, k in products if m > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.config import Layout, Plan
 from shardwise.models.facts import ModelFacts
@@ -21,12 +22,21 @@ HOST_OPS = {False: (36, 72), True: (16, 32)}
 two. Whether compiled -> their number"""
 
 
+class Product(NamedTuple):
+    """Equal products of (m, k) and (k, n). Backward each has one for the gradient of its input and
+    one for that of its weight."""
+
+    count: int
+    m: float
+    n: int
+    k: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
     """The forward pass of one layer on one rank, for one micro-batch."""
 
-    products: tuple[tuple[int, float, int, int], ...]
-    """(how many, m rows, n columns, k summed over) of each kind of matrix product"""
+    products: tuple[Product, ...]
     attention_flops: float
     forward_bytes: float
     backward_bytes: float
@@ -48,15 +58,13 @@ def layer_work(plan: Plan, facts: ModelFacts, kind: LayerKind) -> LayerWork:
     )
 
 
-def head_products(plan: Plan, facts: ModelFacts) -> tuple[tuple[int, float, int, int], ...]:
-    """The product of the head, of the rank's part of the vocabulary."""
+def head_product(plan: Plan, facts: ModelFacts) -> Product:
+    """Of the head, on the rank's part of the vocabulary."""
     vocab = -(-facts.vocab_size // plan.layout.tp)
-    return ((1, float(local_tokens(plan)), vocab, facts.hidden_size),)
+    return Product(count=1, m=local_tokens(plan), n=vocab, k=facts.hidden_size)
 
 
-def _products(
-    facts: ModelFacts, kind: LayerKind, layout: Layout, tokens: int
-) -> list[tuple[int, float, int, int]]:
+def _products(facts: ModelFacts, kind: LayerKind, layout: Layout, tokens: int) -> list[Product]:
     found = []
     outside = tokens / layout.sequence_parts
     for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values():
@@ -66,13 +74,14 @@ def _products(
             here, rows, columns = param.shape
             # used evenly, each expert of a rank has its share of what the rank's part sends
             each = outside * facts.experts_per_token / here
-            found.append((here, each, rows, columns))
+            found.append(Product(here, each, rows, columns))
         elif len(param.shape) == 2:
             whole = param.cut == "whole"
-            found.append((1, outside if whole else float(tokens), *param.shape))
+            rows, columns = param.shape
+            found.append(Product(1, outside if whole else tokens, rows, columns))
     if facts.latent is not None and layout.cp > 1:  # each rank expands the latent of the others
         expanded = facts.num_heads * (facts.latent.nope_dim + facts.latent.v_dim) // layout.tp
-        found.append((1, tokens * (layout.cp - 1.0), expanded, facts.latent.kv_rank))
+        found.append(Product(1, tokens * (layout.cp - 1), expanded, facts.latent.kv_rank))
     return found
 
 
