@@ -26,7 +26,7 @@ class Product(NamedTuple):
     """Equal products of (m, k) and (k, n). Backward each has one for the gradient of its input and
     one for that of its weight."""
 
-    count: int
+    num: int
     m: float
     n: int
     k: int
@@ -61,7 +61,7 @@ def layer_work(plan: Plan, facts: ModelFacts, kind: LayerKind) -> LayerWork:
 def head_product(plan: Plan, facts: ModelFacts) -> Product:
     """Of the head, on the rank's part of the vocabulary."""
     vocab = -(-facts.vocab_size // plan.layout.tp)
-    return Product(count=1, m=local_tokens(plan), n=vocab, k=facts.hidden_size)
+    return Product(num=1, m=local_tokens(plan), n=vocab, k=facts.hidden_size)
 
 
 def _products(facts: ModelFacts, kind: LayerKind, layout: Layout, tokens: int) -> list[Product]:
