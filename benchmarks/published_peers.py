@@ -294,7 +294,7 @@ def _parameter_gathers(plan: Plan, facts: ModelFacts, speeds: PeerSpeeds) -> flo
 def _products_s(plan: Plan, facts: ModelFacts, speeds: PeerSpeeds) -> float:
     """Seconds of the products of a forward pass of a stage."""
     return sum(
-        count * speeds.matmul_s(m, n, k, plan.precision.compute) / plan.layout.pp
+        p.num * speeds.matmul_s(p.m, p.n, p.k, plan.precision.compute) / plan.layout.pp
         for kind in facts.layers
-        for count, m, n, k in layer_work(plan, facts, kind).products
+        for p in layer_work(plan, facts, kind).products
     )

@@ -133,6 +133,37 @@ def model_config(name: str) -> Any:
     return getattr(transformers, class_name)(**{**BASE, **changes})
 
 
+def save_adapters(base: Path, folder: Path, **settings: Any) -> Path:
+    """Let PEFT write random adapters (B too) of a saved model to `folder`."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    options = {"target_modules": target_modules(model), **settings}
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=12, task_type="CAUSAL_LM", **options)
+    )
+    with torch.no_grad():
+        for name, param in adapted.named_parameters():
+            if "lora_B" in name:
+                param.copy_(torch.randn_like(param) * 0.05)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def target_modules(model: Any) -> list[str]:
+    """The last names of all matrices in a model's layers, of a mixture of experts in attention."""
+    from torch import nn
+
+    layers = model.base_model.layers
+    found = [n for n, module in layers.named_modules() if isinstance(module, nn.Linear)]
+    if any(".experts" in name for name, _ in layers.named_modules()):
+        found = [name for name in found if ".self_attn." in name]
+    return sorted({name.rpartition(".")[2] for name in found})
+
+
 def save_model(name: str, folder: Path, **save_options: Any) -> Path:
     """Write a tiny model to `folder`; its norms and biases are random too."""
     import torch

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 torch.set_num_threads(1)  # tiny products: threads would only wait for each other
 
@@ -53,27 +55,62 @@ class AdamW:
             p.sub_(self.lr * m_hat / (v_hat.sqrt() + self.eps))
 
 
+class Merged:
+    """Adapters as they are defined: every matrix is W + (alpha / r) B A, made anew each time."""
+
+    def __init__(self, model: torch.nn.Module, adapters: Path) -> None:
+        config = json.loads((adapters / "adapter_config.json").read_text())
+        self.scale = config["lora_alpha"] / config["r"]
+        stored = load_file(adapters / "adapter_model.safetensors")
+        self.params = {
+            name.removeprefix("base_model.model.").removesuffix(".weight"): tensor.requires_grad_()
+            for name, tensor in stored.items()
+        }
+        model.requires_grad_(False)
+        names = [name.removesuffix(".lora_A") for name in self.params if name.endswith(".lora_A")]
+        self.matrices = {name: model.get_submodule(name) for name in names}
+        self.frozen = {
+            name: module._parameters.pop("weight") for name, module in self.matrices.items()
+        }
+
+    def merge(self) -> None:
+        for name, module in self.matrices.items():
+            product = self.params[f"{name}.lora_B"] @ self.params[f"{name}.lora_A"]
+            module.weight = self.frozen[name] + self.scale * product
+
+
 def run_oracle(
     model_dir: Path,
     batches: Sequence[Sequence[Row]],
     optimizer: AdamW,
     clip_norm: float | None = None,
+    adapters: Path | None = None,
 ) -> list[OracleStep]:
-    """Train on one batch of rows after the other, a row at a time, and keep all there is."""
+    """Train on one batch of rows after the other, a row at a time, and keep all there is.
+
+    Args:
+        adapters: a directory that PEFT wrote; only these are trained then.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, attn_implementation="eager"
     ).train()
     params = dict(model.named_parameters())
+    merged = Merged(model, adapters) if adapters is not None else None
+    if merged is not None:
+        params = merged.params
     steps = []
     for rows in batches:
         num_tokens = sum(sum(trained[1:]) for _, trained in rows)
         total = 0.0
-        model.zero_grad()
+        for param in params.values():
+            param.grad = None
         for ids, trained in rows:
             if not sum(trained[1:]):
                 continue
+            if merged is not None:
+                merged.merge()
             output = model(input_ids=torch.tensor([ids]), use_cache=False)
             logits = output.logits[0, :-1].float()
             losses = -logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]

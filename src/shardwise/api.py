@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from shardwise.catalog import Catalog, Price, find_price, load_catalog
-from shardwise.config import Devices, Layout, Plan, Precision, parse, with_overrides
+from shardwise.config import Devices, Layout, Plan, Precision, Task, parse, with_overrides
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.read import read_facts
+from shardwise.models.read import facts_of_plan, read_facts
 from shardwise.planner.accelerator import SET_NETWORK, accelerator
 from shardwise.planner.answer import Answer
 from shardwise.planner.cost import Job, Rate, cost_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def plan(
     model: str | Path,
     *,
-    task: Literal["full", "serve"] = "full",
+    task: Task = "full",
     gpus: str | None = None,
     instance: str | None = None,
     num_instances: int = 1,
@@ -47,7 +47,7 @@ def plan(
 
     Args:
         model: directory with config.json, or that file (weights are not needed for planning).
-        task: "full" fine-tuning, or "serve".
+        task: "full" fine-tuning, adapters alone ("lora"), or "serve".
         gpus: devices, like "cpu:2", "8xH100-80GB" or, nodes x devices, "2x8xH100-80GB". None:
             those of `instance`, or "cpu:1".
         instance: what is rented, like "aws:p5.48xlarge@us-east-1": devices, network and price.
@@ -77,7 +77,7 @@ def plan(
         devices = parse_devices("cpu:1" if gpus is None else gpus, memory_gib, catalog)
     asked = base_plan(model, task, layout or Layout(), devices)
     asked = with_overrides(asked, overrides)
-    facts = read_facts(model)
+    facts = facts_of_plan(asked)
     fixed = layout is not None or asked.layout != Layout()  # `overrides` may set it too
     speeds = machine or _catalog_speeds(asked, catalog)
     unknown = price is not None and num_instances > 1 and asked.devices.network_gbit is None
@@ -86,7 +86,7 @@ def plan(
     answer = search(asked, facts, speeds, fixed=fixed)
     chosen = answer.chosen
     cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
-    return replace(answer, notes=_weight_notes(Path(model), facts), cost=cost)
+    return replace(answer, notes=_weight_notes(Path(model), read_facts(model)), cost=cost)
 
 
 def _price(catalog: Catalog, instance: str, count: int, gpus: str | None) -> Price:
@@ -136,7 +136,7 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
     """Build, shard and load a plan's model on this rank.
 
     Args:
-        plan: its `task` decides whether logits are whole ("serve") or chunks ("full").
+        plan: its `task` decides whether logits are whole ("serve") or chunks.
         mesh: from `shardwise.parallel.mesh.build_mesh`; None: built on the initialised process
             group, or on a group of this one process.
         dtype: of the parameters at rest; None: fp32 for training, the compute dtype for serving.
@@ -173,8 +173,7 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
                 f"has {dist.get_world_size()}; start them with torchrun, or use a smaller layout."
             )
         mesh = build_mesh(plan.layout, kind)
-    serving = plan.task == "serve"
-    at_rest = DTYPES[plan.precision.compute if serving else "fp32"]
+    at_rest = DTYPES["fp32" if plan.trains else plan.precision.compute]
     return load_model(plan, mesh, dtype or at_rest).model
 
 

@@ -84,7 +84,7 @@ def shardwise(
 )
 def plan(
     model: Annotated[str, typer.Argument(help="Directory with config.json.")],
-    task: Annotated[str, typer.Option(help="full (fine-tuning) or serve.")] = "full",
+    task: Annotated[str, typer.Option(help="full fine-tuning, lora or serve.")] = "full",
     gpus: Annotated[
         str | None,
         typer.Option(help="Devices: cpu:2, 8xH100-80GB, or nodes x devices, 2x8xH100-80GB."),
@@ -222,6 +222,9 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16. Default: the model's own.")
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge adapters into the model, and write that.")
+    ] = False,
     check: Annotated[
         bool,
         typer.Option(
@@ -230,10 +233,12 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """Write a checkpoint as a plain Hugging Face directory, streaming tensor by tensor."""
+    """Write a checkpoint as a plain Hugging Face directory, streaming tensor by tensor.
+
+    Of a run that trained adapters, it writes these as PEFT reads them, or the merged model."""
     from shardwise.launch.export import start_export
 
-    start_export(source, out, dtype, check=check)
+    start_export(source, out, dtype, merge=merge, check=check)
 
 
 @app.command(

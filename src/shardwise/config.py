@@ -19,6 +19,7 @@ from shardwise.errors import UserError
 
 PLAN_FILE = "plan.yaml"
 GIB = 2**30
+Task = Literal["full", "lora", "serve"]
 
 
 class Config(BaseModel):
@@ -164,6 +165,25 @@ class Precision(Config):
         return {"fp32": 4, "bf16": 2}[self.reduce]
 
 
+class Lora(Config):
+    """Low-rank adapters beside frozen matrices: y = W x + (alpha / rank) B A x, with A [rank, in]
+    and B [out, rank] (Hu et al., arXiv 2106.09685, section 4.1)."""
+
+    rank: int = Field(default=16, ge=1, description="inner width of an adapter")
+    alpha: float = Field(default=32.0, gt=0, description="an adapter counts alpha / rank times")
+    targets: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        description="names of the matrices that get one, like [q_proj, v_proj]; None: all of "
+        "attention and MLP, of a mixture of experts all of attention",
+    )
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's output is multiplied by."""
+        return self.alpha / self.rank
+
+
 class Train(Config):
     """Settings of a fine-tuning run. Rows are conversations, lengths are tokens."""
 
@@ -266,13 +286,19 @@ class Plan(Config):
 
     version: Literal[1] = 1
     model: str = Field(description="directory with config.json and safetensors files")
-    task: Literal["full", "serve"] = Field(description="full fine-tuning, or serving")
+    task: Task = Field(description="full fine-tuning, adapters alone (lora), or serving")
     layout: Layout
     devices: Devices = Devices()
     precision: Precision = Precision()
     train: Train = Train()
+    lora: Lora | None = Field(default=None, description="adapters of task=lora; None: the defaults")
     serve: Serve = Serve()
     predicted: Prediction | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a plan of a training run."""
+        return self.task != "serve"
 
     def to_yaml(self) -> str:
         """The plan as YAML text; `parse(Plan, read_yaml(text), source=...)` gives it back."""

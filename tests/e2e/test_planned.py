@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -113,13 +113,36 @@ def test_peak_memory_is_as_planned(
     check_peaks(model, rows, tmp_path, layout, settings)
 
 
-def check_peaks(
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ({"fsdp": 2}, ["precision.compute=bf16"]),
+        ({"fsdp": 2}, ["train.checkpointing=full", "lora.targets=[q_proj,v_proj]"]),
+        ({"tp": 3, "sequence_parallel": True}, []),
+        ({"pp": 2}, ["train.global_batch=8"]),
+    ],
+    ids=["fsdp2 bf16", "fsdp2 recompute q v", "tp3 sequence parallel", "pp2"],
+)
+def test_peak_memory_of_adapters_is_as_planned(
     model: Path, rows: Path, tmp_path: Path, layout: dict[str, int], settings: list[str]
+) -> None:
+    check_peaks(model, rows, tmp_path, layout, settings, task="lora")
+
+
+def check_peaks(
+    model: Path,
+    rows: Path,
+    tmp_path: Path,
+    layout: dict[str, int],
+    settings: list[str],
+    task: Literal["full", "lora"] = "full",
 ) -> None:
     pytest.importorskip("resource")
     shape = shardwise.Layout(**layout)
     answer = shardwise.plan(
         model,
+        task=task,
         gpus=f"cpu:{shape.world_size}",
         memory_gib=20.0,
         layout=shape,

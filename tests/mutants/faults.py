@@ -5,6 +5,7 @@ To add one: a row in one of the tables below. A fault that changes no number bel
 
 from __future__ import annotations
 
+from tests.mutants.adapter_faults import ADAPTERS
 from tests.mutants.axis_faults import CONTEXT, KV_HEADS, PIPELINE, REPLICAS, SEQUENCE, SHARDS
 from tests.mutants.expert_faults import EXPERTS, FAMILIES
 from tests.mutants.fault import Fault
@@ -23,6 +24,7 @@ FAULTS: tuple[Fault, ...] = (
     *EXPERTS,
     *FAMILIES,
     *PACKING,
+    *ADAPTERS,
     *NORM,
     *STEP,
     *ROWS,

@@ -123,8 +123,8 @@ LOSS = (
         name="gradients-scaled-again-by-a-second-pass",
         history="Dao-AILab/quack#209",
         file="trainer/loss.py",
-        old="return grads.hidden * grad, grads.weight * grad, ",
-        new="return grads.hidden.mul_(grad), grads.weight.mul_(grad), ",
+        old="hidden, weight = hidden * grad, None if weight is None else weight * grad",
+        new="hidden, weight = hidden.mul_(grad), weight.mul_(grad)",
         proof=parity("LL321T-pp=2-pipeline_schedule=zbv"),
     ),
     Fault(
@@ -217,13 +217,14 @@ VOCABULARY = (
         name="tied-weight-untied-by-loading",
         history="verl-project/verl#7834",
         file="weights/load.py",
-        old="sharded = parallelize(lambda: build_on_meta(plan.model, dtype), plan, facts, mesh)",
+        old="sharded = parallelize(lambda: build_on_meta(source, at_rest), plan, facts, mesh"
+        ", dtype)",
         new="def build():\n"
-        "        model = build_on_meta(plan.model, dtype)\n"
+        "        model = build_on_meta(source, at_rest)\n"
         "        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())\n"
         "        return model\n\n"
         '    ShardedModel.is_copy = lambda self, part, name: name == "lm_head.weight"\n'
-        "    sharded = parallelize(build, plan, facts, mesh)",
+        "    sharded = parallelize(build, plan, facts, mesh, dtype)",
         proof=parity("ODD-fsdp=2"),
     ),
     Fault(
@@ -241,7 +242,7 @@ TENSOR = (
         name="head-norm-gradients-not-summed",
         history="NVIDIA-NeMo/Automodel#3822",
         file="parallel/tensor.py",
-        old='shards.partial.update({f"{path}.{name}": "tp" for name in names})',
+        old="shards.partial_of(path, module, style.partial)",
         new="pass",
         proof=parity("G3-tp=2"),
     ),

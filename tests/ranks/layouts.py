@@ -9,6 +9,9 @@ from typing import Any
 from shardwise.models.families import AXES
 from tests.models import MODELS
 
+LORA = "+lora"
+"""of a model's name: its adapters are trained, and nothing else"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -27,6 +30,8 @@ class Case:
         """Names in the capability table of what this case proves."""
         if self.train.get("pipeline_schedule", "1f1b") != "1f1b" or len(self.train) > 1:
             return set()
+        if self.model.endswith(LORA):
+            return {"lora"}
         axes = [axis for axis in AXES if self.layout.get(axis, 1) > 1]
         if self.layout.get("ep", 1) > 1:
             return {"ep"} if axes == ["fsdp"] else set()
@@ -257,3 +262,53 @@ def _packed() -> list[Case]:
 
 
 PACKED_SLOW = [case for case in _packed() if case not in PACKED_FAST]
+
+
+def adapted(model: str, layout: dict[str, Any], **train: Any) -> Case:
+    """The same with adapters."""
+    return Case(model=model + LORA, layout=layout, train=train)
+
+
+ADAPTED_FAST = [
+    adapted("LL", {"fsdp": 2}),
+    adapted("LL321", {"tp": 4, **SPLIT}),
+    adapted("Q3", {"fsdp": 2, "tp": 2}),
+    adapted("Q3", {"pp": 2}, pipeline_schedule="zbv"),
+    adapted("G3", {"cp": 2}),
+    adapted("PHI", {"tp": 2}),
+    adapted("OSS", {"tp": 2, **SPLIT}),
+    adapted("DS", {"fsdp": 2, "tp": 2, "ep": 4, **SPLIT}),
+]
+
+
+def _adapted() -> list[Case]:
+    alone: list[dict[str, Any]] = [
+        {"fsdp": 2},
+        {"fsdp": 2, "zero": 1},
+        {"dp": 2},
+        {"tp": 2},
+        {"tp": 2, **SPLIT},
+        {"pp": 2},
+        {"cp": 2},
+    ]
+    cases = [adapted(model, layout) for model in (*FAMILY_MODELS, "LLB") for layout in alone]
+    cases += [adapted("ODD", layout) for layout in THREE]
+    split = [layout for layout in alone if "tp" not in layout or SPLIT.items() <= layout.items()]
+    for model in ("MIX", "MOE", "MOED", "OSS", "DS", "DSQ"):
+        cases += [adapted(model, layout) for layout in (*split, *EXPERTS[:1], *EXPERTS[5:6])]
+    cases += [adapted(model, layout) for model in ("LL", "G3") for layout in PAIRS]
+    cases += [adapted("Q3", layout) for layout in TRIPLES if "pp" not in layout]
+    cases += [adapted("Q3", TRIPLES[1]), adapted("PHI", {"tp": 4, **SPLIT})]
+    cases += [adapted("Q3", {"pp": 2}, pipeline_schedule=name, micro_batch=1) for name in SCHEDULES]
+    for mode in ("selective", "full"):
+        cases += [
+            adapted("Q3", {"fsdp": 2, "tp": 2, **SPLIT}, checkpointing=mode),
+            adapted("DS", {"tp": 2, "ep": 2, **SPLIT}, checkpointing=mode),
+            adapted("LL", {"pp": 2}, checkpointing=mode),
+        ]
+    return cases
+
+
+ADAPTED_SLOW = [
+    case for number, case in enumerate(_adapted()) if case not in ADAPTED_FAST + _adapted()[:number]
+]

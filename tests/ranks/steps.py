@@ -71,7 +71,8 @@ def _train_on_rank(
 ) -> list[RankStep]:
     import torch
 
-    from shardwise.config import Plan, Precision, Train
+    from shardwise.config import Lora, Plan, Precision, Train
+    from shardwise.models.adapters import ADAPTER_CONFIG
     from shardwise.parallel.mesh import build_mesh
     from shardwise.trainer.optim import make_optimizer
     from shardwise.trainer.step import train_step
@@ -79,9 +80,15 @@ def _train_on_rank(
 
     formats = {name: train.pop(name) for name in ("compute", "reduce") if name in train}
     precision = Precision(**formats)
+    lora = Lora(**train.pop("lora")) if "lora" in train else None
     settings = Train(**{"clip_norm": None, "global_batch": 8, "learning_rate": 1e-3, **train})
     plan = Plan(
-        model=model_dir, task="full", layout=Layout(**layout), precision=precision, train=settings
+        model=model_dir,
+        task="lora" if lora is not None or (Path(model_dir) / ADAPTER_CONFIG).exists() else "full",
+        layout=Layout(**layout),
+        precision=precision,
+        train=settings,
+        lora=lora,
     )
     mesh = build_mesh(plan.layout, "cpu")
     sharded = load_model(plan, mesh, torch.float32)
@@ -126,7 +133,7 @@ def _collect(sharded: Any, result: Any) -> RankStep:
     from shardwise.parallel.grads import local_part
     from shardwise.weights.load import local_box
 
-    params = list(sharded.stored_names())
+    params = [(name, p) for name, p in sharded.stored_names() if p.requires_grad]
     missing = [name for name, p in params if p.grad is None]
     assert not missing, f"no gradient: {missing}"
     return RankStep(

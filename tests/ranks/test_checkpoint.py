@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -37,6 +37,7 @@ def train_on_rank(
     import torch
 
     from shardwise.config import Layout, Plan, Train
+    from shardwise.models.adapters import ADAPTER_CONFIG
     from shardwise.parallel.mesh import build_mesh
     from shardwise.trainer.checkpoint import load_optimizer, save_checkpoint
     from shardwise.trainer.optim import make_optimizer
@@ -47,7 +48,9 @@ def train_on_rank(
     schedule = layout.pop("pipeline_schedule", "1f1b")
     train = Train(eps=1e-3, micro_batch=2, learning_rate=1e-3, pipeline_schedule=schedule)
     source = model if resume is None else f"{resume}/model"
-    plan = Plan(model=source, task="full", layout=Layout(**layout), train=train)
+    has_adapters = (Path(source) / ADAPTER_CONFIG).exists()
+    task: Literal["full", "lora"] = "lora" if has_adapters else "full"
+    plan = Plan(model=source, task=task, layout=Layout(**layout), train=train)
     mesh = build_mesh(plan.layout, "cpu")
     sharded = load_model(plan, mesh, torch.float32)
     optimizer = make_optimizer(sharded, train)
@@ -87,8 +90,8 @@ def _whole(params: dict[str, Any]) -> dict[str, Any]:
 
     found: dict[str, list[Any]] = {}
     for name, param in params.items():
-        module = name.rpartition("_proj.")[0]
-        whole = f"{module.rpartition('.')[0]}.weight" if "_proj." in module else name
+        module, _, leaf = name.rpartition("_proj.")
+        whole = f"{module.rpartition('.')[0]}.{leaf}" if "_proj." in module else name
         found.setdefault(whole, []).append(param)
     return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
 

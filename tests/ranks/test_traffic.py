@@ -24,8 +24,8 @@ def count_on_rank(
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from shardwise.config import Plan, Precision, Train
-    from shardwise.models.read import read_facts
+    from shardwise.config import Lora, Plan, Precision, Train
+    from shardwise.models.read import facts_of_plan
     from shardwise.parallel.mesh import build_mesh
     from shardwise.planner.traffic import traffic
     from shardwise.trainer.optim import make_optimizer
@@ -53,9 +53,15 @@ def count_on_rank(
             return func(*args, **(kwargs or {}))
 
     precision = Precision(compute=settings.pop("compute", "fp32"))
+    lora = Lora(**settings.pop("lora")) if "lora" in settings else None
     train = Train(seq_len=32, micro_batch=2, **settings)
     plan = Plan(
-        model=model_dir, task="full", layout=Layout(**layout), precision=precision, train=train
+        model=model_dir,
+        task="lora" if lora else "full",
+        layout=Layout(**layout),
+        precision=precision,
+        train=train,
+        lora=lora,
     )
     mesh = build_mesh(plan.layout, "cpu")
     sharded = load_model(plan, mesh, torch.float32)
@@ -66,7 +72,7 @@ def count_on_rank(
     with Recorder():
         train_step(sharded, optimizer, micro, mesh, train, 1e-3)
     planned: Counter[tuple[str, int]] = Counter()
-    for line in traffic(plan, read_facts(model_dir), mesh.rank("pp")):
+    for line in traffic(plan, facts_of_plan(plan), mesh.rank("pp")):
         planned[line.op, line.num_bytes] += line.count
     if layout.get("cp", 1) > 1 and mesh.rank("cp") == 0 and layout.get("tp", 1) > 1:
         # this rank has the last token of each of the two rows, after which nothing comes
@@ -208,6 +214,32 @@ def test_ledger_of_other_families(
     """Layers of two kinds, shared experts, a latent, fused matrices, a balance loss in a
     pipeline."""
     check_ledger(save_model(name, tmp_path / name), layout, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "settings"),
+    [
+        ("LL", {"fsdp": 2}, {"checkpointing": "full"}),
+        ("LL", {"fsdp": 2, "zero": 1}, {"compute": "bf16"}),
+        ("Q3", {"dp": 2}, {}),
+        ("Q3", {"dp": 2, "fsdp": 2}, {}),
+        ("LL", {"tp": 2}, {}),
+        ("LL", {"tp": 4, "sequence_parallel": True}, {"checkpointing": "full"}),
+        ("Q3", {"fsdp": 2, "tp": 2, "sequence_parallel": True}, {}),
+        ("Q3", {"pp": 2, "tp": 2}, {}),
+        ("Q3", {"pp": 2, "fsdp": 2, "zero": 1}, {}),
+        ("Q3", {"cp": 2}, {}),
+        ("PHI", {"tp": 2}, {}),
+        ("DS", {"tp": 2, "sequence_parallel": True, "ep": 2}, {}),
+    ],
+    ids=str,
+)
+def test_ledger_of_adapters(
+    tmp_path: Path, name: str, layout: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Frozen weights are gathered; only the adapters' gradients cross ranks."""
+    model = save_model(name, tmp_path / name)
+    check_ledger(model, layout, lora={"rank": 4}, **settings)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zbv", "dualpipev"])

@@ -95,11 +95,11 @@ def test_products_are_the_multiply_adds_of_a_layer(config: dict[str, Any]) -> No
     costs = dict(zip(facts.layers, layer_costs(plan, facts), strict=True))
     for kind, cost in costs.items():
         work = layer_work(plan, facts, kind)
-        products = sum(count * m * n * k for count, m, n, k in work.products)
+        products = sum(p.num * p.m * p.n * p.k for p in work.products)
         attention = work.attention_flops / 2
         assert (products + attention) / tokens == pytest.approx(cost, rel=2e-3)
-    count, m, n, k = head_product(plan, facts)
-    assert count * m * n * k / tokens == head_cost(facts)
+    num, m, n, k, _ = head_product(plan, facts)
+    assert num * m * n * k / tokens == head_cost(facts)
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
@@ -108,7 +108,7 @@ def test_tensor_parallel_ranks_share_the_products(tp: int) -> None:
         layer_work(plan_of("8xH100-80GB", layout), LLAMA, LLAMA.layers[0])
         for layout in (Layout(), Layout(tp=tp))
     )
-    flops = [sum(c * m * n * k for c, m, n, k in work.products) for work in (whole, part)]
+    flops = [sum(p.num * p.m * p.n * p.k for p in work.products) for work in (whole, part)]
     assert flops[1] == pytest.approx(flops[0] / tp)
     assert part.attention_flops == pytest.approx(whole.attention_flops / tp)
 

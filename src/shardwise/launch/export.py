@@ -8,6 +8,7 @@ from shardwise import console
 from shardwise.config import PLAN_FILE, Layout, Plan, load_plan
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.launch.start import start_check
+from shardwise.models.adapters import ADAPTER_CONFIG
 from shardwise.models.read import CONFIG_FILE, read_facts
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
@@ -15,26 +16,38 @@ from shardwise.weights.names import open_model_index
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def start_export(source: Path, out: Path, dtype: str | None, *, check: bool) -> None:
-    """Write `source` as a Hugging Face directory.
+def start_export(
+    source: Path, out: Path, dtype: str | None, *, merge: bool = False, check: bool
+) -> None:
+    """Write `source` as a Hugging Face directory, or its adapters as PEFT reads them.
+
+    Args:
+        dtype: None: that of the model; of adapters fp32.
+        merge: write the whole model, with the adapters merged into it.
 
     Raises:
         UserError: nothing to export there, the target exists, or the dtype is unknown.
         ShardwiseError: the check found a difference.
     """
     from shardwise.weights.check import TOLERANCE
-    from shardwise.weights.save import DTYPES, export_model
+    from shardwise.weights.save import DTYPES, export_adapters, export_model
 
     directory, plan = find_model(source)
     facts = read_facts(directory)
-    name = _SHORT[facts.dtype] if dtype is None else dtype
+    if merge and facts.adapters is None:
+        raise UserError(f"{directory} holds no adapters, so there is nothing to --merge.")
+    alone = facts.adapters is not None and not merge
+    name = dtype or ("fp32" if alone else _SHORT[facts.dtype])
     if name not in DTYPES:
         raise UserError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}.")
     index = open_model_index(directory, facts)
     for warning in verify(index, facts):
         console.out.print(f"note: {warning}")
-    console.out.print(f"writing {facts.num_parameters / 1e6:.1f} M parameters to {out} ...")
-    num_bytes = export_model(index, facts, out, DTYPES[name])
+    count = facts.num_trained_parameters if alone else facts.num_parameters
+    what = "parameters of adapters" if alone else "parameters"
+    console.out.print(f"writing {count / 1e6:.1f} M {what} to {out} ...")
+    write = export_adapters if alone else export_model
+    num_bytes = write(index, facts, out, DTYPES[name])
     console.out.print(f"exported {directory}: {console.gib(num_bytes)}, {name}")
     if not check:
         return
@@ -49,6 +62,8 @@ def find_model(source: Path) -> tuple[Path, Plan]:
     """The model directory in a run, a checkpoint or a model directory, and a plan to load it."""
     from shardwise.trainer.state import complete_checkpoints, why_incomplete
 
+    if (source / ADAPTER_CONFIG).exists():
+        return source, Plan(model=str(source), task="lora", layout=Layout())
     if (source / CONFIG_FILE).exists():
         return source, Plan(model=str(source), task="full", layout=Layout())
     checkpoints = complete_checkpoints(source)

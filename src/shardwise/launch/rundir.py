@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardwise.config import Plan
+from shardwise.config import PLAN_FILE, Plan, load_plan
 from shardwise.errors import UserError
 from shardwise.launch.job import WORK_DIR
 from shardwise.models.facts import ModelFacts
+from shardwise.models.read import facts_of_plan
 from shardwise.trainer.measured import METRICS_FILE
 from shardwise.trainer.state import (
     CHECKPOINTS_DIR,
@@ -61,6 +62,23 @@ def check_resume(run_dir: Path, *, resume: bool) -> None:
         )
     if resume and not checkpoints:
         raise UserError(f"{run_dir} holds no complete checkpoint to resume from.")
+
+
+def check_same_task(run_dir: Path, plan: Plan) -> None:
+    """Refuse to resume to train something else: another task, or other adapters."""
+    checkpoints = complete_checkpoints(run_dir)
+    if not checkpoints:
+        return
+    then = load_plan(checkpoints[-1] / PLAN_FILE).task
+    if then != plan.task:
+        raise UserError(
+            f"cannot resume {checkpoints[-1]}: task was {then} and is now {plan.task}; give the "
+            "same task, or another --out."
+        )
+    try:
+        facts_of_plan(plan.model_copy(update={"model": str(checkpoints[-1] / "model")}))
+    except UserError as error:
+        raise UserError(f"cannot resume {checkpoints[-1]}: {error}") from None
 
 
 def check_same_rows(run_dir: Path, plan: Plan, rows_folder: Path, num_steps: int) -> None:

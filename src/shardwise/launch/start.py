@@ -20,13 +20,21 @@ from shardwise.config import (
     Plan,
     Precision,
     Prediction,
+    Task,
     Train,
 )
 from shardwise.errors import UserError, missing_extra
 from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
-from shardwise.launch.rundir import check_resume, check_same_rows, claimed, tidy
-from shardwise.models.read import read_facts
+from shardwise.launch.rundir import (
+    check_resume,
+    check_same_rows,
+    check_same_task,
+    claimed,
+    tidy,
+)
+from shardwise.models.adapters import base_of, directory_with
+from shardwise.models.read import TOKENIZER_FILE, facts_of_plan, read_facts
 from shardwise.planner.answer import MEMORY_EVIDENCE
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
@@ -38,7 +46,6 @@ from shardwise.weights.names import open_model_index
 if TYPE_CHECKING:
     from shardwise.trainer.data.chat import Example
 
-TOKENIZER_FILE = "tokenizer.json"
 _PREFIX = "shardwise-"
 _SHORT_JOB_TIMEOUT_S = 300.0
 
@@ -53,10 +60,10 @@ def check_model(plan: Plan) -> Plan:
         UserError: the plan is not legal for the model, the files are not whole, or the planned
             memory is more than a device has.
     """
-    facts = read_facts(plan.model)
+    stored, facts = read_facts(plan.model), facts_of_plan(plan)
     plan = check_plan(plan, facts)
-    index = open_model_index(plan.model, facts)
-    for warning in verify(index, facts):
+    index = open_model_index(plan.model, stored)
+    for warning in verify(index, stored):
         console.out.print(f"note: {warning}")
     memory, capacity = predict_memory(plan, facts), plan.devices.memory_gib
     if capacity is None and plan.devices.kind == "cpu":
@@ -90,7 +97,7 @@ def start_train(
         RunFailed: a rank failed while running.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    _require_task(plan, "full")
+    _require_task(plan, "full", "lora")
     device = device_type(plan)
     with ExitStack() as held:
 
@@ -98,7 +105,8 @@ def start_train(
             checked = check_model(plan)
             held.enter_context(claimed(run_dir))
             check_resume(run_dir, resume=resume)
-            tidy(run_dir, read_facts(plan.model), resume=resume)
+            check_same_task(run_dir, plan)
+            tidy(run_dir, facts_of_plan(plan), resume=resume)
             _prepare_inputs(checked, data, eval_data, run_dir)
             return _job("train", checked, run_dir, device, plan.train.timeout_s)
 
@@ -162,7 +170,10 @@ def start_check(plan: Plan, source: Path, exported: Path, dtype: str) -> tuple[f
     console.out.print(f"comparing plain transformers with the sharded model ({layout}) ...")
     with TemporaryDirectory(prefix=_PREFIX) as name:
         folder = Path(name)
-        check = Check(ids=ids, dtype=dtype)
+        how: Literal["merged", "alone"] | None = None
+        if facts.adapters is not None:
+            how = "merged" if base_of(exported) is None else "alone"
+        check = Check(ids=ids, dtype=dtype, adapters=how)
         (folder / CHECK_FILE).write_text(yaml.safe_dump(check.model_dump()), encoding="utf-8")
         run_local(_job("logits", sharded, folder, device_type(plan), _SHORT_JOB_TIMEOUT_S))
         return compare_with_plain(folder, exported)
@@ -189,7 +200,9 @@ def device_type(plan: Plan) -> str:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model directory, which must have a chat template."""
+    """The tokenizer of a model directory (or of the model of adapters), which must have a chat
+    template."""
+    model = str(directory_with(TOKENIZER_FILE, model))
     if not (Path(model) / TOKENIZER_FILE).exists():
         raise UserError(f"{model} has no {TOKENIZER_FILE}; copy the tokenizer's files there.")
     import transformers
@@ -214,9 +227,10 @@ def _announce(plan: Plan, verb: str) -> None:
     console.out.print(f"starting {processes} to {verb} ({plan.layout}) ...")
 
 
-def _require_task(plan: Plan, task: Literal["full", "serve"]) -> None:
-    if plan.task != task:
-        raise UserError(f"the plan's task is {plan.task!r}; this needs --set task={task}.")
+def _require_task(plan: Plan, *tasks: Task) -> None:
+    if plan.task not in tasks:
+        names = " or ".join(f"--set task={task}" for task in tasks)
+        raise UserError(f"the plan's task is {plan.task!r}; this needs {names}.")
 
 
 def _job(
@@ -254,7 +268,7 @@ def _prepare_inputs(plan: Plan, data: Path, eval_data: Path | None, run_dir: Pat
         if eval_data is not None:
             _prepare_rows(plan, tokenizer, eval_data, fresh / EVAL_ROWS)
         (fresh / MODEL_FILES).mkdir()
-        copy_model_files(Path(plan.model), fresh / MODEL_FILES)
+        copy_model_files(base_of(Path(plan.model)) or Path(plan.model), fresh / MODEL_FILES)
         check_same_rows(run_dir, plan, fresh / TRAIN_ROWS, order.num_steps)
         for folder in (Path(TRAIN_ROWS).parts[0], MODEL_FILES):
             shutil.rmtree(run_dir / WORK_DIR / folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -117,6 +118,7 @@ def _run(job: Job) -> None:
 def _quiet_libraries() -> None:
     """Ranks print what Shardwise says, not what its libraries do on the way."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     import transformers

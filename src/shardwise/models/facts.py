@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardwise.config import Lora
+from shardwise.models.adapters import with_adapters
 from shardwise.models.families import Family
 from shardwise.models.layers import Latent, LayerKind, Param, layer_params
 
@@ -46,6 +48,8 @@ class ModelFacts:
     """of the experts that every token goes through, together"""
     balance_weight: float | None = None
     """of the router's balance loss; None: training adds none (`output_router_logits` says)"""
+    adapters: Lora | None = None
+    """trained in place of the model's own parameters, their targets named; None: there are none"""
 
     @property
     def model_type(self) -> str:
@@ -86,7 +90,12 @@ class ModelFacts:
 
     @cached_property
     def _params(self) -> dict[LayerKind, dict[str, Param]]:
-        return {kind: layer_params(self, kind) for kind in set(self.layers)}
+        return {
+            kind: with_adapters(
+                layer_params(self, kind), self.adapters, has_experts=self.num_experts > 0
+            )
+            for kind in set(self.layers)
+        }
 
     def params_of(self, kind: LayerKind) -> Mapping[str, Param]:
         """Parameter name inside a decoder layer -> parameter."""
@@ -101,8 +110,11 @@ class ModelFacts:
                 if param.parts is None or tp == 1:
                     params[name] = param
                 else:
-                    module = name.removesuffix(".weight")
-                    params |= {f"{module}.{part}.weight": p for part, p in param.parts.items()}
+                    module, _, leaf = name.rpartition(".")
+                    params |= {
+                        f"{module}.{part}.{leaf}": replace(p, trained=param.trained)
+                        for part, p in param.parts.items()
+                    }
             self._on_rank[key] = {
                 name: param.on_rank(tp=tp, ep=ep, num_kv_heads=self.num_kv_heads)
                 for name, param in params.items()
@@ -159,15 +171,16 @@ class ModelFacts:
 
     def num_active_parameters(self, kind: LayerKind) -> int:
         """Parameters of one layer that a token meets."""
-        everything, experts = self._counts[kind]
+        everything, experts, _ = self._counts[kind]
         return everything - experts + experts * self.experts_per_token // max(1, self.num_experts)
 
     @cached_property
-    def _counts(self) -> dict[LayerKind, tuple[int, int]]:
+    def _counts(self) -> dict[LayerKind, tuple[int, int, int]]:
         return {
             kind: (
                 sum(math.prod(param.shape) for param in params.values()),
                 sum(math.prod(p.shape) for p in params.values() if p.cut == "experts"),
+                sum(math.prod(p.shape) for p in params.values() if p.trained),
             )
             for kind, params in self._params.items()
         }
@@ -186,5 +199,16 @@ class ModelFacts:
 
     @cached_property
     def num_parameters(self) -> int:
-        """All parameters; tied ones counted once."""
+        """All parameters, adapters among them; tied ones counted once."""
         return sum(map(math.prod, self.parameter_shapes.values()))
+
+    @cached_property
+    def num_trained_parameters(self) -> int:
+        """Those of the adapters, where there are some; else all."""
+        if self.adapters is None:
+            return self.num_parameters
+        return sum(self.num_trained_of(kind) for kind in self.layers)
+
+    def num_trained_of(self, kind: LayerKind) -> int:
+        """Parameters of one decoder layer that are trained."""
+        return self._counts[kind][2]

@@ -13,8 +13,12 @@ from itertools import combinations
 from typing import Literal
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
-KINDS = ("dp", "fsdp", "ZeRO-1", "ZeRO-2", "tp", "sequence parallel", "pp", "cp", "ep", "serve tp")
-"""kinds of parallelism, each alone"""
+LORA = "lora"
+KINDS = (
+    *("dp", "fsdp", "ZeRO-1", "ZeRO-2", "tp", "sequence parallel", "pp", "cp", "ep"),
+    *("serve tp", LORA),
+)
+"""kinds of parallelism, each alone; and adapters, in every layout that is proved without them"""
 PAIRS = tuple(" x ".join(pair) for pair in combinations(AXES, 2))
 """kinds two at a time, in the order of the mesh"""
 ALL_KINDS = (*KINDS, *PAIRS)

@@ -29,6 +29,8 @@ class Param:
     shape: Shape
     cut: Cut = "whole"
     parts: Mapping[str, Param] | None = None
+    trained: bool = True
+    """not beside adapters, which are trained instead"""
 
     def on_rank(self, *, tp: int, ep: int, num_kv_heads: int) -> Param:
         """What one rank has of it, before FSDP."""

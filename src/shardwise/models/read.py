@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.config import Lora, Plan
 from shardwise.errors import UserError
+from shardwise.models.adapters import base_of, complete, read_adapters
 from shardwise.models.facts import ModelFacts
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.layers import Latent, LayerKind
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 _DEFAULT_Q_RANK = 1536  # of transformers' config class
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
@@ -24,13 +26,51 @@ _NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+def facts_of_plan(plan: Plan) -> ModelFacts:
+    """The facts of a plan's model, with the adapters that the plan adds.
+
+    Raises:
+        UserError: as `read_facts`; or the plan asks for adapters that the model cannot have, does
+            not train, or that are not those of the directory.
+    """
+    facts = read_facts(plan.model)
+    if plan.lora is not None and plan.task == "full":
+        raise UserError("the plan has a section lora, and task=full trains no adapters: task=lora.")
+    if facts.adapters is not None and plan.task == "full":
+        raise UserError(
+            f"{plan.model} holds adapters: train on with task=lora, or merge them first with "
+            "`shardwise export --merge`."
+        )
+    if facts.adapters is None and plan.task != "lora":
+        if plan.lora is not None:
+            raise UserError(f"the plan has a section lora, and {plan.model} holds no adapters.")
+        return facts
+    if facts.adapters is not None and plan.lora is None:
+        return facts
+    lora = complete(plan.lora or Lora(), facts)
+    if facts.adapters is not None:
+        for key, value in lora.model_dump().items():
+            if getattr(facts.adapters, key) != value:
+                raise UserError(
+                    f"lora.{key}={value}, but the adapters in {plan.model} have "
+                    f"{getattr(facts.adapters, key)}; leave lora out to train them on."
+                )
+    return replace(facts, adapters=lora)
+
+
 def read_facts(model: str | Path) -> ModelFacts:
-    """Read the facts of a model directory (or of a config.json).
+    """Read the facts of a model directory (or of a config.json), or of adapters and their model.
 
     Raises:
         UserError: no readable config.json, a key is missing, or the family is not supported.
     """
     path = Path(model)
+    base = base_of(path)
+    if base is not None:
+        facts, lora = read_facts(base), read_adapters(path)
+        if facts.adapters is not None:
+            raise UserError(f"{path} holds adapters of {base}, which holds adapters itself.")
+        return replace(facts, adapters=complete(lora, facts))
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.exists():
         raise UserError(

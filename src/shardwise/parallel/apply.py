@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from transformers import PreTrainedModel
 
 from shardwise.config import Plan
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
+from shardwise.parallel.adapters import apply_adapters
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.data import DTYPES, apply_fsdp
 from shardwise.parallel.expert import apply_expert_parallel, experts_of
@@ -22,7 +24,11 @@ from shardwise.planner.stages import StageSpec, stages_of
 
 
 def parallelize(
-    build: Callable[[], PreTrainedModel], plan: Plan, facts: ModelFacts, mesh: Mesh
+    build: Callable[[], PreTrainedModel],
+    plan: Plan,
+    facts: ModelFacts,
+    mesh: Mesh,
+    dtype: torch.dtype,
 ) -> ShardedModel:
     """Shard a transformers model that lies on the meta device.
 
@@ -30,6 +36,8 @@ def parallelize(
         build: makes the whole model on the meta device (`models.build.build_on_meta`); called
             once for each stage of this rank. Its code is not changed.
         plan: `layout`, `precision`, `task` and `train` are used.
+        facts: with the adapters that are trained (`models.read.facts_of_plan`), if any.
+        dtype: of adapters at rest.
 
     Returns:
         This rank's parts. For training, the logits of a model that is one part are this rank's
@@ -38,7 +46,7 @@ def parallelize(
     stages = stages_of(plan, facts)
     specs = [spec for spec in stages if spec.rank == mesh.rank("pp")]
     routing = _routing(facts, mesh)
-    parts = tuple(_part(build(), spec, plan, facts, mesh, routing) for spec in specs)
+    parts = tuple(_part(build(), spec, plan, facts, mesh, routing, dtype) for spec in specs)
     pipeline = None
     if plan.layout.pp > 1:
         pipeline = Pipeline(
@@ -58,6 +66,7 @@ def parallelize(
         embedding=facts.family.names.embedding,
         pipeline=pipeline,
         routing=routing,
+        adapters=facts.adapters,
     )
 
 
@@ -80,22 +89,27 @@ def _part(
     facts: ModelFacts,
     mesh: Mesh,
     routing: Routing | None,
+    dtype: torch.dtype,
 ) -> Part:
     """One stage. The order matters:
     1. pipeline: take out what other stages have, so that nothing more is done to it;
-    2. expert parallel, so that what follows finds experts that are already split;
-    3. tensor parallel, while the modules are still plain and their rules can be read;
-    4. context parallel and packed rows, which work on what attention sees of its heads;
-    5. activation checkpointing, around layers that are already split;
-    6. compilation, of what a layer has become;
-    7. FSDP last, so that it shards what the others left and gathers it layer by layer.
+    2. adapters, as parameters of the modules that they belong to, so that all that follows treats
+       them as it treats those;
+    3. expert parallel, so that what follows finds experts that are already split;
+    4. tensor parallel, while the modules are still plain and their rules can be read;
+    5. context parallel and packed rows, which work on what attention sees of its heads;
+    6. activation checkpointing, around layers that are already split;
+    7. compilation, of what a layer has become;
+    8. FSDP last, so that it shards what the others left and gathers it layer by layer.
     Weights are loaded afterwards, each rank reading only its own slices.
     """
-    serving, layout = plan.task == "serve", plan.layout
+    serving, layout = not plan.trains, plan.layout
     root, partial, sums = model, {}, None
     if layout.pp > 1:
         root = Stage(model, spec, sequence_parts=layout.sequence_parts, routing=routing)
     layers = [layer for layer in decoder_layers(model) if not isinstance(layer, Absent)]
+    if facts.adapters is not None:
+        apply_adapters(model, facts, dtype)
     experts = experts_of(layers) if layout.ep > 1 else []
     for module in experts:
         apply_expert_parallel(module, mesh)

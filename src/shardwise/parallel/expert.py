@@ -32,7 +32,7 @@ def apply_expert_parallel(experts: nn.Module, mesh: Mesh) -> None:
         local = distribute_tensor(
             param.data, mesh.expert_mesh["ep"], [Shard(0)], src_data_rank=None
         )
-        experts.register_parameter(name, nn.Parameter(local))
+        experts.register_parameter(name, nn.Parameter(local, requires_grad=param.requires_grad))
     dispatch = _Dispatch(experts, mesh)
     experts.forward = dispatch.forward
 

@@ -11,27 +11,52 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
+from shardwise.models.adapters import LORA_A, LORA_B
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
 from shardwise.models.layers import Param
 
 
 class Fused(nn.Module):
-    """Several projections of one input, side by side, where the model has one."""
+    """Several projections of one input, side by side, where the model has one. An adapter's A is
+    of all of them, its B is taken apart as they are."""
 
-    def __init__(self, whole: nn.Linear, parts: Mapping[str, Param]) -> None:
+    def __init__(self, whole: nn.Linear, parts: Mapping[str, Param], scale: float | None) -> None:
+        """
+        Args:
+            scale: of the adapter; None: there is none.
+        """
         super().__init__()
+        self._scale = scale
+        if scale is not None:
+            self.register_parameter(LORA_A, whole.get_parameter(LORA_A))
         for name, param in parts.items():
-            num_out, num_in = param.shape
-            dtype = whole.weight.dtype
-            self.add_module(
-                name, nn.Linear(num_in, num_out, bias=False, device="meta", dtype=dtype)
-            )
+            self.add_module(name, _Matrix(whole, param.shape, has_adapter=scale is not None))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., outs]"""
-        return torch.cat([part(x) for part in self.children()], dim=-1)
+        low = None if self._scale is None else linear(x, self.lora_A) * self._scale
+        return torch.cat([part(x, low) for part in self.children()], dim=-1)
+
+
+class _Matrix(nn.Linear):
+    """One of the projections."""
+
+    def __init__(self, whole: nn.Linear, shape: tuple[int, ...], *, has_adapter: bool) -> None:
+        num_out, num_in = shape
+        dtype = whole.weight.dtype
+        super().__init__(num_in, num_out, bias=False, device="meta", dtype=dtype)
+        self.weight.requires_grad_(whole.weight.requires_grad)
+        if has_adapter:
+            b = whole.get_parameter(LORA_B)
+            self.register_parameter(LORA_B, nn.Parameter(b.new_empty(num_out, b.shape[1])))
+
+    def forward(self, x: torch.Tensor, low: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., in] -> [..., out]; `low` [..., rank] is what the adapter's A has made of x."""
+        y = super().forward(x)
+        return y if low is None else y + linear(low, self.lora_B)
 
 
 class _OfRank:
@@ -54,12 +79,16 @@ def take_apart(model: nn.Module, facts: ModelFacts, num_ranks: int) -> None:
     for layer, kind in zip(decoder_layers(model), facts.layers, strict=True):
         if isinstance(layer, Absent):
             continue
-        for name, param in facts.params_of(kind).items():
-            if param.parts is None:
+        params = facts.params_of(kind)
+        for name, param in params.items():
+            if param.parts is None or not name.endswith(".weight"):
                 continue
-            path, _, child = name.removesuffix(".weight").rpartition(".")
+            module = name.removesuffix(".weight")
+            path, _, child = module.rpartition(".")
             parent = layer.get_submodule(path)
-            setattr(parent, child, Fused(getattr(parent, child), param.parts))
+            lora = facts.adapters if f"{module}.{LORA_A}" in params else None
+            scale = lora.scale if lora else None
+            setattr(parent, child, Fused(getattr(parent, child), param.parts, scale))
             if "q_proj" in param.parts:
                 parent.config = _OfRank(parent.config, facts.num_heads // num_ranks)
                 parent.num_key_value_heads = max(1, facts.num_kv_heads // num_ranks)

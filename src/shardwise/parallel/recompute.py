@@ -38,6 +38,8 @@ def apply_checkpointing(model: PreTrainedModel, layers: Sequence[nn.Module], tra
     if train.checkpointing == "selective":
         options["context_fn"] = _contexts
     model.activation_checkpointing_enable(options)
+    # transformers lets frozen embeddings have a gradient, which only reentrant recomputation needs
+    model.disable_input_require_grads()
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % train.checkpoint_every == 0
 

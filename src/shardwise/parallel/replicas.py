@@ -14,6 +14,7 @@ from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import KV_HEADS, KV_REPLICAS
 from shardwise.parallel.sharded import ShardedModel
 
+_BITS = {2: torch.int16, 4: torch.int32}
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -73,6 +74,7 @@ def _compare_tied(name: str, both: Sequence[nn.Parameter], ends: dist.ProcessGro
 
 def _digest(param: nn.Parameter) -> torch.Tensor:
     """Two sums [2] over the bits of what this rank holds, one of them weighted by position."""
-    bits = local_part(param.detach()).contiguous().flatten().view(torch.int32).long()
+    values = local_part(param.detach()).contiguous().flatten()
+    bits = values.view(_BITS[values.element_size()]).long()
     weights = torch.arange(1, len(bits) + 1, device=bits.device) % 65521
     return torch.stack((bits.sum(), (bits * weights).sum()))

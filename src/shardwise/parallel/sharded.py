@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.config import Lora
 from shardwise.models.facts import HEAD
 from shardwise.parallel.grads import local_part, sum_in_one
 from shardwise.parallel.mesh import Mesh
@@ -47,6 +48,8 @@ class ShardedModel:
     pipeline: Pipeline | None
     routing: Routing | None = None
     """of a mixture of experts with a balance loss"""
+    adapters: Lora | None = None
+    """what is trained in place of the model's own parameters"""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -64,6 +67,11 @@ class ShardedModel:
             for name, param in part.model.named_parameters():
                 if copies or not self.is_copy(part, name):
                     yield name, param
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that training changes, by their names in the whole model, without copies."""
+        named = self.named_parameters(copies=False)
+        return {name: param for name, param in named if param.requires_grad}
 
     def stored_names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter with the name under which files hold it."""
@@ -102,11 +110,13 @@ class ShardedModel:
                 by_axis.setdefault(axis, []).append(params[name])
         for axis in sorted(by_axis):
             grads = [local_part(p.grad) for p in by_axis[axis] if p.grad is not None]
-            sum_in_one(grads, partial(self.mesh.sum_over, axes=[axis]))
+            if grads:
+                sum_in_one(grads, partial(self.mesh.sum_over, axes=[axis]))
 
     def _sum_tied(self) -> None:
         """The embedding and its copy get the sum of both gradients, so that they stay equal."""
-        both = [param for name, param in self.stored_names() if name == self.embedding]
+        named = self.stored_names()
+        both = [param for name, param in named if name == self.embedding and param.requires_grad]
         grads = [local_part(param.grad) for param in both]
         group = self.mesh.ends()
         if len(grads) == 2:  # on one rank, at the two ends of a V

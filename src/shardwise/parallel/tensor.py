@@ -12,7 +12,7 @@ what goes into a split region is gathered, what comes out of it is summed and sc
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.errors import UserError
+from shardwise.models.adapters import LORA_A, LORA_B
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
 from shardwise.models.families import Family
@@ -86,8 +87,8 @@ class Style:
     """parameter of the module -> its dimension that is sharded; the others are replicated"""
     wrap: Wrap
     """builds the forward that communicates around the module's own"""
-    partial: bool = False
-    """whether each rank's gradient of the module's parameters is only a part of it"""
+    partial: tuple[str, ...] = ()
+    """parameters of which each rank's gradient is only a part"""
 
 
 def tensor_rules(model: nn.Module, family: Family) -> dict[str, str]:
@@ -148,10 +149,11 @@ def apply_tensor_parallel(
                 shards.replace_kv(module, param, path, num_kv_heads)
             else:
                 shards.replace(module, param, dim)
-        if style.partial:
-            names = (name for name, _ in module.named_parameters(recurse=False))
-            shards.partial.update({f"{path}.{name}": "tp" for name in names})
+        shards.partial_of(path, module, style.partial)
         module.forward = style.wrap(module, module.forward, region)
+    for path, module in model.named_modules():
+        if isinstance(module, Fused):
+            shards.partial_of(path, module, (LORA_A,))
     for reader in {_reader(model, path) for path, name in rules.items() if name == COLUMN}:
         region.enter_at(reader)
     if num_kv_heads < mesh.size("tp"):
@@ -199,6 +201,12 @@ class _Shards:
         local = distribute_tensor(param.data, heads, [Shard(0), Replicate()], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(local, requires_grad=param.requires_grad))
         self.partial[f"{path}.{name}"] = KV_REPLICAS
+
+    def partial_of(self, path: str, module: nn.Module, names: Iterable[str]) -> None:
+        """Note that each rank will have a part of the gradients of these, where there are such."""
+        self.partial |= {
+            f"{path}.{name}": "tp" for name in names if module._parameters.get(name) is not None
+        }
 
 
 _KV_PROJECTIONS = ("k_proj", "v_proj")
@@ -278,8 +286,9 @@ def _row(module: nn.Module, inner: Forward, region: Region) -> Forward:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         bias = module._parameters.get("bias")
+        weights = {n: local_parameter(module, n) for n in module._parameters if n != "bias"}
         hidden = {"bias": None} if bias is not None else {}
-        with using(module, weight=local_parameter(module, "weight"), **hidden):
+        with using(module, **weights, **hidden):
             y = region.leave(inner(x))
         return y if bias is None else y + bias
 
@@ -324,11 +333,13 @@ def _weight(module: nn.Module) -> nn.Parameter:
 COLUMN, GATHERED_COLUMN, FUSED = "colwise", "colwise_gather_output", "fused_colwise"
 
 STYLES: dict[str, Style] = {
-    COLUMN: Style(dims={"weight": 0, "bias": 0}, wrap=_column),
+    COLUMN: Style(dims={"weight": 0, "bias": 0, LORA_B: 0}, wrap=_column, partial=(LORA_A,)),
     GATHERED_COLUMN: Style(dims={"weight": 0, "bias": 0}, wrap=_gathered_column),
-    "rowwise": Style(dims={"weight": 1}, wrap=_row),
+    "rowwise": Style(dims={"weight": 1, LORA_A: 1}, wrap=_row, partial=(LORA_B,)),
     "embedding_rowwise": Style(dims={"weight": 0}, wrap=_vocab_embedding),
-    "replicated_with_grad_allreduce": Style(dims={}, wrap=_as_it_is, partial=True),
+    "replicated_with_grad_allreduce": Style(
+        dims={}, wrap=_as_it_is, partial=("weight", "bias", LORA_A, LORA_B)
+    ),
     "sinks": Style(dims={"sinks": 0}, wrap=_column),
 }
 """transformers' style names (see `transformers.distributed.tensor_parallel`), and one of our own ->

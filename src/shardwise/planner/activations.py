@@ -6,6 +6,7 @@ tests/unit/test_memory.py compares them with the tensors that autograd really ke
 from __future__ import annotations
 
 from shardwise.config import Layout
+from shardwise.models.adapters import LORA_A, LORA_B
 from shardwise.models.facts import ModelFacts
 from shardwise.models.layers import SINK_PADDING, LayerKind
 
@@ -19,7 +20,8 @@ def activation_bytes_per_token(
     """Bytes that one decoder layer keeps of a token.
 
     Each norm keeps its fp32 input and its scaled output; with sequence parallelism a rank has the
-    norms of its own tokens only.
+    norms of its own tokens only. What only the gradient of a frozen weight would need is not kept;
+    an adapter keeps its inner values.
     """
     c = compute_bytes
     norms = len(facts.family.norms) * _norm(facts, facts.hidden_size, c)
@@ -27,10 +29,23 @@ def activation_bytes_per_token(
         norms = len(facts.family.norms) * (facts.hidden_size + 2) * c
     norms //= layout.sequence_parts
     mlp = _experts(facts, layout, c) if kind.has_experts else _mlp(facts, layout, c)
-    return norms + _attention(facts, layout, c) + mlp
+    return norms + _attention(facts, layout, c) + mlp + _inner(facts, kind) * c
+
+
+def _feeds(facts: ModelFacts, *names: str) -> bool:
+    """Whether the input of some matrices is needed for a gradient: theirs, or of adapters."""
+    return facts.adapters is None or bool({*names} & {*(facts.adapters.targets or ())})
+
+
+def _inner(facts: ModelFacts, kind: LayerKind) -> int:
+    """What the adapters of a layer make of a token between their two matrices."""
+    params = facts.params_of(kind)
+    return sum(param.shape[0] for name, param in params.items() if name.endswith(LORA_A))
 
 
 def _norm(facts: ModelFacts, size: int, c: int) -> int:
+    if facts.adapters is not None:
+        return size * FP32 + FP32
     return size * (FP32 + (FP32 if facts.family.fp32_norm_output else c)) + FP32
 
 
@@ -39,20 +54,24 @@ def _attention(facts: ModelFacts, layout: Layout, c: int) -> int:
     tp, parts = layout.tp, min(layout.tp, facts.num_kv_heads)
     heads, kv_heads = facts.num_heads // tp, facts.num_kv_heads // parts
     width = _head_width(facts)
-    kept = (facts.hidden_size + 2 * (heads + kv_heads) * width) * c + heads * FP32
+    kept = 2 * (heads + kv_heads) * width * c + heads * FP32
+    if _feeds(facts, "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa"):
+        kept += facts.hidden_size * c
     if facts.family.attention == "fused":  # values are a part of the joint output, which stays
         kept += (heads + kv_heads) * facts.head_dim * c
-    if _copies_output(facts):
+    if _copies_output(facts) and _feeds(facts, "o_proj"):
         kept += facts.attention_size // tp * c
     if facts.family.qk_norm:
         norm = _norm(facts, 1, c) - FP32
         kept += (heads + kv_heads) * facts.head_dim * norm + 2 * heads * FP32
     if facts.latent is not None:
         latent = facts.latent
-        kept += _norm(facts, latent.kv_rank, c) + latent.kv_rank * c
+        kept += _norm(facts, latent.kv_rank, c)
+        kept += latent.kv_rank * c if _feeds(facts, "kv_b_proj") else 0
         kept += latent.rope_dim * (c if c == FP32 else 0)  # beside the latent in one tensor
         if latent.q_rank is not None:
-            kept += _norm(facts, latent.q_rank, c) + latent.q_rank * c
+            kept += _norm(facts, latent.q_rank, c)
+            kept += latent.q_rank * c if _feeds(facts, "q_b_proj") else 0
     return kept
 
 
@@ -70,7 +89,9 @@ def _mlp(facts: ModelFacts, layout: Layout, c: int) -> int:
     """The input, both halves, the activation and their product; GPT-2's activation function is
     made of operations that keep five."""
     widths = 5 if facts.family.mlp == "conv1d" else 4
-    return (facts.hidden_size + widths * facts.intermediate_size // layout.tp) * c
+    widths -= 0 if _feeds(facts, "down_proj") else 1
+    entered = facts.hidden_size if _feeds(facts, "gate_proj", "up_proj", "gate_up_proj") else 0
+    return (entered + widths * facts.intermediate_size // layout.tp) * c
 
 
 def _experts(facts: ModelFacts, layout: Layout, c: int) -> int:
@@ -83,14 +104,16 @@ def _experts(facts: ModelFacts, layout: Layout, c: int) -> int:
     row = facts.family.experts
     if row is None:
         raise ValueError(f"{facts.model_type} has no experts")
-    h, travels = facts.hidden_size, layout.ep > 1
+    h, travels, trained = facts.hidden_size, layout.ep > 1, facts.adapters is None
     sizes = (3 if travels else 2) * h + row.kept_widths * facts.expert_width
+    sizes -= 0 if trained else h + facts.expert_width
     choice = sizes * c + (11 if travels else 5) * _INDEX
-    routed = h * c + facts.experts_per_token * choice + facts.num_experts * FP32
+    routed = facts.experts_per_token * choice + facts.num_experts * FP32
+    routed += h * c if trained else 0
     if row.corrected:  # a router in fp32
-        routed += h * (FP32 if c < FP32 else 0) + facts.num_experts
-    shared = 4 * facts.shared_width // layout.tp * c
-    if shared and layout.sequence_parallel:
+        routed += (h * (FP32 if c < FP32 else 0) if trained else 0) + facts.num_experts
+    shared = (4 if trained else 3) * facts.shared_width // layout.tp * c
+    if shared and layout.sequence_parallel and trained:
         shared += h * c  # gathered; else it is the router's input
     return routed // layout.tp + shared
 
@@ -152,7 +175,7 @@ def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int, *, packed
 
 
 def selective_bytes_per_token(facts: ModelFacts, kind: LayerKind, layout: Layout, c: int) -> int:
-    """The results of a layer's matrix products and of its attention."""
+    """The results of a layer's matrix products, those of adapters too, and of its attention."""
     tp, h = layout.tp, facts.hidden_size
     q, out = facts.q_size // tp, facts.attention_size // tp
     kv = (facts.k_size + facts.v_size) // min(tp, facts.num_kv_heads)
@@ -163,4 +186,6 @@ def selective_bytes_per_token(facts: ModelFacts, kind: LayerKind, layout: Layout
     else:
         halves = 1 if facts.family.mlp == "conv1d" else 2
         products += h + halves * (facts.intermediate_size // tp)
+    on_rank = facts.params_on_rank(kind, tp=tp, ep=layout.ep)
+    products += sum(p.shape[0] for name, p in on_rank.items() if name.endswith((LORA_A, LORA_B)))
     return (products + out) * c + facts.num_heads // tp * FP32

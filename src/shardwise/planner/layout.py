@@ -10,7 +10,7 @@ from typing import Literal
 from shardwise.config import Layout, Plan
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.families import AXES
+from shardwise.models.families import AXES, LORA
 from shardwise.planner.stages import why_not_scheduled
 
 KV = "KV heads"
@@ -163,7 +163,7 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
     reason = why_illegal(plan.layout, facts, task=plan.task)
     if reason is not None:
         raise UserError(f"layout {reason}.")
-    if facts.dropout is not None and plan.task == "full":
+    if facts.dropout is not None and plan.trains:
         key, value = facts.dropout
         raise UserError(
             f"{key}={value} in the model's config: dropout cannot be proved equal to one process; "
@@ -180,7 +180,7 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
             f"set devices.count={plan.layout.world_size}, or a smaller layout."
         )
     train = plan.train
-    if plan.task == "full" and train.seq_len > facts.max_positions:
+    if plan.trains and train.seq_len > facts.max_positions:
         raise UserError(
             f"train.seq_len={train.seq_len} is longer than the model's "
             f"max_position_embeddings={facts.max_positions}; set it to at most that."
@@ -206,8 +206,9 @@ def _kinds(layout: Layout, task: str) -> set[str]:
     """The kinds of parallelism (rows of the capability table) that a layout uses."""
     if task == "serve":
         return {"serve tp"} if layout.tp > 1 else set()
+    adapters = {LORA} if task == "lora" else set()
     axes = [axis for axis in AXES if getattr(layout, axis) > 1]
-    kinds = {*axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
+    kinds = {*adapters, *axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
     if layout.sequence_parallel:
         kinds.add("sequence parallel")
     if layout.ep > 1:

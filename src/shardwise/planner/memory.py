@@ -44,6 +44,8 @@ class LayerSizes:
     """experts included"""
     experts: int
     """those that have a sharding of their own (ep > 1)"""
+    trained: int
+    """all of them, or their adapters"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class RankSizes:
     embedding: int
     head: int
     """last norm and, unless it is the embedding of the same rank, the head"""
+    trains_adapters: bool
+    """and nothing else"""
 
     @property
     def layer(self) -> int:
@@ -69,6 +73,25 @@ class RankSizes:
     def total(self) -> int:
         """All of them."""
         return sum(sizes.count * sizes.values for sizes in self.layers) + self.outer
+
+    @property
+    def trained_layer(self) -> int:
+        """What is trained of the layer that has most of it."""
+        return max((sizes.trained for sizes in self.layers), default=0)
+
+    @property
+    def trained_outer(self) -> int:
+        """What is trained outside the layers."""
+        return 0 if self.trains_adapters else self.outer
+
+    @property
+    def trained(self) -> int:
+        """What is trained of all."""
+        return sum(sizes.count * sizes.trained for sizes in self.layers) + self.trained_outer
+
+    def own_trained(self, layout: Layout) -> int:
+        """What one rank keeps of what is trained."""
+        return -(-self.trained // layout.num_shards) if self.trains_adapters else self.own(layout)
 
     def own(self, layout: Layout) -> int:
         """What one rank keeps of them."""
@@ -95,19 +118,23 @@ class RankSizes:
         )  # last norm and learned positions
         return cls(
             layers=tuple(
-                LayerSizes(
-                    count=count,
-                    values=sum(
-                        math.prod(param.shape)
-                        for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values()
-                    ),
-                    experts=facts.num_expert_parameters(kind) // layout.ep if layout.ep > 1 else 0,
-                )
+                _layer_sizes(facts, layout, kind, count)
                 for kind, count in layer_counts(facts, stages).items()
             ),
+            trains_adapters=facts.adapters is not None,
             embedding=table if has_embedding else 0,
             head=more + (0 if shared else table) if has_head else 0,
         )
+
+
+def _layer_sizes(facts: ModelFacts, layout: Layout, kind: LayerKind, count: int) -> LayerSizes:
+    params = facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values()
+    return LayerSizes(
+        count=count,
+        values=sum(math.prod(param.shape) for param in params),
+        experts=facts.num_expert_parameters(kind) // layout.ep if layout.ep > 1 else 0,
+        trained=sum(math.prod(param.shape) for param in params if param.trained),
+    )
 
 
 def stages_of_rank(plan: Plan, facts: ModelFacts, rank: int) -> list[StageSpec]:
@@ -187,9 +214,12 @@ def _with_reserve(plan: Plan, parts: dict[str, int]) -> Memory:
     return Memory(**parts, reserve=reserve)
 
 
-def state_bytes(facts: ModelFacts) -> int:
-    """Weights, gradients and the two moments of AdamW, all fp32: 16 bytes a parameter."""
-    return 16 * facts.num_parameters
+def state_bytes(plan: Plan, facts: ModelFacts) -> int:
+    """Weights, gradients and the two moments of AdamW, all fp32: 16 bytes a parameter; and what
+    adapters leave frozen, in the compute dtype."""
+    trained = facts.num_trained_parameters
+    frozen = facts.num_parameters - trained
+    return 4 * FP32 * trained + plan.precision.compute_bytes * frozen
 
 
 def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
@@ -204,13 +234,13 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
     stages = stages_of_rank(plan, facts, rank)
     sizes = RankSizes.of(facts, layout, stages)
     c = plan.precision.compute_bytes
-    own = sizes.own(layout)
+    own, trained = sizes.own(layout), sizes.own_trained(layout)
     tokens = local_tokens(plan)
     received = _received_bytes(plan, facts, stages)
     gathered = (sizes.total if layout.keeps_gathered else sizes.outer) * c
     r = plan.precision.reduce_bytes
     # of the micro-batches before this one
-    summed = sizes.total * r if layout.reduces_once else own * FP32
+    summed = sizes.trained * r if layout.reduces_once else trained * FP32
     passes = passes_under_way(plan, rank)
     moments = [(passes, summed)]
     if passes == train.num_micro_batches(layout) * len(stages):
@@ -227,18 +257,23 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
         if passes
     ]
     at_end = {
-        "gradients": own * FP32,
+        "gradients": trained * FP32,
         "activations": max(_kept(plan, facts, kind) for kind in layer_counts(facts, stages)),
         "logits": 0,
-        "buffers": sizes.outer * (2 * c + r) + 2 * sizes.layer * (c + r),
+        "buffers": sizes.outer * c
+        + sizes.trained_outer * (c + r)
+        + 2 * (sizes.layer * c + sizes.trained_layer * r),
     }
     if layout.pp > 1:
         at_end["activations"] = 0
-        at_end["gradients"] += sizes.total * r
-        largest = max(sizes.layer, sizes.outer)
+        at_end["gradients"] += sizes.trained * r
+        largest = max(sizes.trained_layer, sizes.trained_outer)
         at_end["buffers"] = sizes.total * c + largest * r + received
     peak = max(*at_loss, at_end, key=lambda parts: sum(parts.values()))
-    states = {"weights": own * FP32, "optimizer": 2 * own * FP32}
+    states = {
+        "weights": trained * FP32 + (own - trained) * c,
+        "optimizer": 2 * trained * FP32,
+    }
     return {**states, **peak, "kv_cache": 0}
 
 
@@ -304,6 +339,8 @@ def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
     vocab, c = -(-facts.vocab_size // plan.layout.tp), plan.precision.compute_bytes
     chunk = vocab * min(tokens, LOSS_CHUNK_TOKENS) * (FP32 if c == FP32 else FP32 + c)
     weight = vocab * facts.hidden_size
+    if facts.adapters is not None:
+        return chunk
     if c == FP32 or tokens <= LOSS_CHUNK_TOKENS:
         return chunk + weight * c
     return weight * FP32 + max(chunk, weight * c)

@@ -20,6 +20,7 @@ from shardwise.planner.traffic import traffic
 
 _REJECTED_PER_REASON = 3
 _NUMBERS = re.compile(r"[\d.,]+")
+_TASKS = {"full": "full fine-tuning", "lora": "fine-tuning of adapters", "serve": "serving"}
 _PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -67,18 +68,20 @@ def render(answer: Answer, *, top: int = 1) -> RenderableType:
         top: layouts to compare in a table; 1: none.
     """
     facts, asked = answer.facts, answer.single.plan
-    what = "full fine-tuning" if asked.task == "full" else "serving"
+    what = _TASKS[asked.task]
     title = Text.assemble(
         (f"{what} of {asked.model.rstrip('/').rsplit('/', 1)[-1]}", "bold"),
         f"  {facts.model_type}, {count(facts.num_parameters)} parameters, "
         f"{facts.num_layers} layers, {facts.num_heads} heads, {facts.num_kv_heads} KV heads",
+        f", {count(facts.num_trained_parameters)} of them in adapters" if facts.adapters else "",
     )
     parts: list[RenderableType] = [title, Text(verdict_text(answer), style="bold")]
     parts += [Text(line, style="bold") for line in _headline(answer)]
     parts.append(Text())
-    if asked.task == "full":
-        states = gib(state_bytes(facts))
-        note = f"weights, gradients and moments alone take 16 bytes a parameter: {states}"
+    if asked.trains:
+        note = f"weights, gradients and moments alone take {gib(state_bytes(asked, facts))}"
+        if facts.adapters is None:
+            note += ": 16 bytes a parameter"
         parts.append(Text(note, style="dim"))
     parts += [Text(f"note: {note}", style="dim") for note in answer.notes]
     parts.append(_memory_table(answer))
@@ -122,6 +125,7 @@ def to_json(answer: Answer, *, top: int = 1) -> dict[str, Any]:
         },
         "notes": list(answer.notes),
         "parameters": answer.facts.num_parameters,
+        "trained_parameters": answer.facts.num_trained_parameters,
         "plan": chosen.plan.model_dump(exclude_none=True) if chosen else None,
     }
 

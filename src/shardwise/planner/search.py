@@ -173,7 +173,7 @@ def _illegal(plan: Plan, facts: ModelFacts, count: int) -> list[tuple[str, str]]
     found = []
     for tp in range(2, count + 1):
         if count % tp == 0:
-            split = facts.num_experts > 0 and plan.task == "full"  # which experts need
+            split = facts.num_experts > 0 and plan.trains  # which experts need
             layout = Layout(fsdp=count // tp, tp=tp, sequence_parallel=split)
             reason = why_illegal(layout, facts, task=plan.task)
             if reason is not None:
@@ -205,7 +205,7 @@ def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     memory = predict_memory(plan, facts)
     capacity = plan.devices.memory_gib
     limit = float("inf") if capacity is None else capacity * GIB
-    weighed = plan.task == "full" and memory.total <= limit
+    weighed = plan.trains and memory.total <= limit
     step = clock.timer.step(plan) if clock.timer is not None and weighed else None
     lines = [timed.line for timed in step.lines] if step is not None else []
     if weighed and step is None:
@@ -213,7 +213,7 @@ def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     evidence: dict[str, object] = {"memory": memory, "memory_evidence": MEMORY_EVIDENCE}
     if step is not None and clock.speeds is not None:
         evidence |= {"step_s": step.total_s, "step_evidence": clock.speeds.evidence}
-    elif clock.timer is not None and plan.task == "full":
+    elif clock.timer is not None and plan.trains:
         evidence["step_evidence"] = "not timed: it does not fit"
     elif clock.why_none is not None:
         evidence["step_evidence"] = clock.why_none

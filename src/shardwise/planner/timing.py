@@ -32,8 +32,6 @@ _UPDATE_TENSORS = 7
 _LOGIT_PASSES = 6
 """maximum, power, sum and softmax are made in place"""
 _SHARD_AXES = ("fsdp", "efsdp", "dp")
-_BACKWARD_PRODUCTS = 2
-"""of a matrix, for each forward one"""
 _BACKWARD_ATTENTION = {False: 2.0, True: 2.5}
 """for each forward second: fused attention, which devices that overlap run, makes five products
 where two are made forward (FlashAttention-2, arXiv 2307.08691, section 4.1)"""
@@ -174,7 +172,7 @@ class StepTimer:
             work, dtype = layer_work(plan, self.facts, kind), plan.precision.compute
             products = self._products_s(work.products, plan)
             attention = self.speeds.attention_s(work.attention_flops, dtype)
-            backward = _BACKWARD_PRODUCTS * products
+            backward = products + self._products_s([p for p in work.products if p.trained], plan)
             backward += _BACKWARD_ATTENTION[self.speeds.overlaps] * attention
             self._layers[key] = _Passes(
                 self._seconds(products + attention, work.forward_bytes, work.host_ops[0]),
@@ -184,18 +182,16 @@ class StepTimer:
 
     def _head(self, plan: Plan) -> _Passes:
         """Head and loss: logits are made, and their gradient, a chunk at a time."""
-        products = self._products_s([head_product(plan, self.facts)], plan)
+        product = head_product(plan, self.facts)
+        products = self._products_s([product], plan)
+        backward = products * (2 if product.trained else 1)
         vocab = self.facts.vocab_size // plan.layout.tp
         moved = _LOGIT_PASSES * vocab * FP32 * local_tokens(plan)
-        return _Passes(
-            self._seconds(products, moved, 0), self._seconds(_BACKWARD_PRODUCTS * products, 0, 0)
-        )
+        return _Passes(self._seconds(products, moved, 0), self._seconds(backward, 0, 0))
 
     def _products_s(self, products: Iterable[Product], plan: Plan) -> float:
         dtype = plan.precision.compute
-        return sum(
-            count * self.speeds.matmul_s(m, n, k, dtype) for count, m, n, k in products if m > 0
-        )
+        return sum(p.num * self.speeds.matmul_s(p.m, p.n, p.k, dtype) for p in products if p.m > 0)
 
     def _seconds(self, compute_s: float, num_bytes: float, host_ops: int) -> _Seconds:
         memory_s = self.speeds.memory_s(num_bytes)
@@ -204,10 +200,10 @@ class StepTimer:
 
     def _state_bytes(self, plan: Plan, sizes: RankSizes, stages: Sequence[StageSpec]) -> float:
         """Read and written once a step: by the update, and by FSDP's copies."""
-        updates = sizes.own(plan.layout) * FP32 * _UPDATE_TENSORS
+        updates = sizes.own_trained(plan.layout) * FP32 * _UPDATE_TENSORS
         c, r = plan.precision.compute_bytes, plan.precision.reduce_bytes
         copied = sum(
-            group.values * (group.gathers * c + group.reductions * r)
+            group.values * group.gathers * c + group.trained * group.reductions * r
             for group in fsdp_groups(plan, self.facts, stages)
             if group.num_ranks > 1 or plan.layout.dp > 1
         )

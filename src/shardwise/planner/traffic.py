@@ -68,8 +68,8 @@ def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
     lines = []
     for group in fsdp_groups(plan, facts, stages):
         lines += _shard_traffic(plan, group)
-        if layout.dp > 1 and not layout.sums_by_itself:
-            lines.append(_all_reduce(plan, group.reductions, group.shard))
+        if layout.dp > 1 and not layout.sums_by_itself and group.trained:
+            lines.append(_all_reduce(plan, group.reductions, group.trained_shard))
     if layout.dp > 1 and layout.sums_by_itself:
         lines += [_all_reduce(plan, count, size) for size, count in _parameters(facts, layout)]
     if layout.ep > 1:
@@ -94,6 +94,8 @@ class FsdpGroups:
     """that share one"""
     values: int
     """of one group"""
+    trained: int
+    """of these"""
     gathers: int
     """of all of them in a step"""
     reductions: int
@@ -103,17 +105,24 @@ class FsdpGroups:
         """Values of one group that a rank keeps."""
         return -(-self.values // self.num_ranks)
 
+    @property
+    def trained_shard(self) -> int:
+        """Those of them that are trained."""
+        return -(-self.trained // self.num_ranks)
+
 
 def fsdp_groups(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[FsdpGroups]:
     """The groups of a rank's layers, and what is outside of them."""
     layout, sizes = plan.layout, RankSizes.of(facts, plan.layout, stages)
     found = []
     for layers in sizes.layers:
-        found.append(("fsdp", layers.values - layers.experts, layers.count, True))
+        experts = 0 if sizes.trains_adapters else layers.experts
+        dense = layers.values - layers.experts, layers.trained - experts
+        found.append(("fsdp", *dense, layers.count, True))
         if layers.experts:
-            found.append(("efsdp", layers.experts, layers.count, True))
-    outer = [RankSizes.of(facts, plan.layout, [stage]).outer for stage in stages]
-    found += [("fsdp", values, 1, False) for values in outer if values]
+            found.append(("efsdp", layers.experts, experts, layers.count, True))
+    outer = [RankSizes.of(facts, plan.layout, [stage]) for stage in stages]
+    found += [("fsdp", one.outer, one.trained_outer, 1, False) for one in outer if one.outer]
     num_micro = plan.train.num_micro_batches(layout)
     gathers = 1 if layout.zero == 1 else num_micro
     return [
@@ -121,10 +130,11 @@ def fsdp_groups(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> l
             axis=axis,
             num_ranks=layout.num_shards if axis == "fsdp" else layout.num_expert_shards,
             values=values,
+            trained=trained,
             gathers=count * gathers * (2 if layout.zero == 3 and is_layer else 1),
             reductions=count * (1 if layout.reduces_once else num_micro),
         )
-        for axis, values, count, is_layer in found
+        for axis, values, trained, count, is_layer in found
     ]
 
 
@@ -136,7 +146,7 @@ def _shard_traffic(plan: Plan, group: FsdpGroups) -> list[Collective]:
         return []
     moved: list[tuple[Op, int, int]] = [
         ("all_gather", group.gathers, group.values * c),
-        ("reduce_scatter", group.reductions, group.values * r),
+        ("reduce_scatter", group.reductions, group.trained * r),
     ]
     if plan.devices.kind == "cpu":
         # what one backward pass has made crosses in the dtype in which it was made
@@ -144,11 +154,12 @@ def _shard_traffic(plan: Plan, group: FsdpGroups) -> list[Collective]:
         sent = min(c, r) if of_one_pass and layout.pp == 1 else r
         moved = [
             ("send", group.gathers * (n - 1), group.shard * c),
-            ("all_to_all", group.reductions, group.values * sent),
+            ("all_to_all", group.reductions, group.trained * sent),
         ]
     return [
         Collective(axis=group.axis, op=op, count=count, num_bytes=num_bytes)
         for op, count, num_bytes in moved
+        if num_bytes
     ]
 
 
@@ -164,7 +175,10 @@ def _parameters(facts: ModelFacts, layout: Layout) -> list[tuple[int, int]]:
         (math.prod(param.shape), count)
         for kind, count in layer_counts(facts).items()
         for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values()
+        if param.trained
     ]
+    if facts.adapters is not None:
+        return layers
     table = -(-facts.vocab_size // layout.tp) * facts.hidden_size
     others = [math.prod(shape) for shape in facts.outer_shapes.values()]
     whole = facts.vocab_size * facts.hidden_size
@@ -246,7 +260,7 @@ def _pipeline_traffic(
             tally = tally_bytes(plan, facts)
             lines.append(Collective(axis="pp", op="send", count=count, num_bytes=tally))
     at_one_end = sum(stage.is_first or stage.is_last for stage in stages) == 1
-    if facts.tied and at_one_end:
+    if facts.tied and at_one_end and facts.adapters is None:
         table = _fsdp_share(
             (-(-facts.vocab_size // layout.tp), facts.hidden_size), layout.num_shards
         )
@@ -268,6 +282,8 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
     sums_again = recompute * (2 if "post_feedforward_layernorm" in facts.family.norms else 1)
     whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
     targets = local_tokens(plan) - (train.micro_batch if layout.cp == 1 else 0)
+    # beside adapters the embedding is frozen, and what enters the first layer has no gradient
+    no_gradient = 0 if facts.adapters is None else first
     lines: list[tuple[Op, int, int]] = []
     whole_chunks, rest = divmod(targets, LOSS_CHUNK_TOKENS)
     for number, chunk in ((whole_chunks, LOSS_CHUNK_TOKENS), (1, rest)):
@@ -277,11 +293,13 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
         # in and out of a region, and the other way back; the embedding is cut once
         both_ways = 2 * num_micro * _num_regions(facts, counts)
         entered_again = num_micro * _num_regions(facts, recomputed)
-        lines.append(("all_gather", both_ways + entered_again + first + last, whole))
-        lines.append(("reduce_scatter", both_ways + sums_again + last, whole))
+        gathers = both_ways + entered_again + first - no_gradient + last
+        lines.append(("all_gather", gathers, whole))
+        lines.append(("reduce_scatter", both_ways - no_gradient + sums_again + last, whole))
         lines.append(("all_reduce", first, whole))
     else:
-        lines.append(("all_reduce", 4 * layers + sums_again + first + last, whole))
+        sums = 4 * layers - no_gradient + sums_again + first + last
+        lines.append(("all_reduce", sums, whole))
     lines += [("all_reduce", 1, num_bytes) for num_bytes in _partial_bytes(plan, facts, stages)]
     return [
         Collective(axis="tp", op=op, count=count, num_bytes=num_bytes)
@@ -297,12 +315,15 @@ def _partial_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -
     whole, repeated = 0, 0
     for kind, count in layer_counts(facts, stages).items():
         for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values():
+            if not param.trained:
+                continue
             share = count * _fsdp_share(param.shape, layout.num_shards)
             if param.cut == "kv_heads" and layout.tp > facts.num_kv_heads:
                 repeated += share
             elif _is_partial(param, layout):
                 whole += share
-    if layout.sequence_parallel and any(stage.is_last for stage in stages):
+    last = facts.adapters is None and any(stage.is_last for stage in stages)
+    if layout.sequence_parallel and last:
         whole += _fsdp_share((facts.hidden_size,), layout.num_shards)  # the last norm
     return [values * FP32 for values in (whole, repeated) if values]
 

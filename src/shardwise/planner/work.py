@@ -23,13 +23,14 @@ two. Whether compiled -> their number"""
 
 
 class Product(NamedTuple):
-    """Equal products of (m, k) and (k, n). Backward each has one for the gradient of its input and
-    one for that of its weight."""
+    """Equal products of (m, k) and (k, n). Backward each has one for the gradient of its input and,
+    if that is trained, one for that of its weight."""
 
     num: int
     m: float
     n: int
     k: int
+    trained: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,13 @@ def layer_work(plan: Plan, facts: ModelFacts, kind: LayerKind) -> LayerWork:
 def head_product(plan: Plan, facts: ModelFacts) -> Product:
     """Of the head, on the rank's part of the vocabulary."""
     vocab = -(-facts.vocab_size // plan.layout.tp)
-    return Product(num=1, m=local_tokens(plan), n=vocab, k=facts.hidden_size)
+    return Product(
+        num=1,
+        m=local_tokens(plan),
+        n=vocab,
+        k=facts.hidden_size,
+        trained=facts.adapters is None,
+    )
 
 
 def _products(facts: ModelFacts, kind: LayerKind, layout: Layout, tokens: int) -> list[Product]:
@@ -74,14 +81,15 @@ def _products(facts: ModelFacts, kind: LayerKind, layout: Layout, tokens: int) -
             here, rows, columns = param.shape
             # used evenly, each expert of a rank has its share of what the rank's part sends
             each = outside * facts.experts_per_token / here
-            found.append(Product(here, each, rows, columns))
+            found.append(Product(here, each, rows, columns, param.trained))
         elif len(param.shape) == 2:
             whole = param.cut == "whole"
             rows, columns = param.shape
-            found.append(Product(1, outside if whole else tokens, rows, columns))
+            found.append(Product(1, outside if whole else tokens, rows, columns, param.trained))
+    trained = facts.adapters is None
     if facts.latent is not None and layout.cp > 1:  # each rank expands the latent of the others
         expanded = facts.num_heads * (facts.latent.nope_dim + facts.latent.v_dim) // layout.tp
-        found.append(Product(1, tokens * (layout.cp - 1), expanded, facts.latent.kv_rank))
+        found.append(Product(1, tokens * (layout.cp - 1), expanded, facts.latent.kv_rank, trained))
     return found
 
 

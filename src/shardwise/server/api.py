@@ -26,7 +26,8 @@ from starlette.types import Receive, Scope, Send
 from transformers import AutoTokenizer
 
 from shardwise.config import Plan
-from shardwise.models.read import read_facts
+from shardwise.models.adapters import directory_with
+from shardwise.models.read import TOKENIZER_FILE, read_facts
 from shardwise.server.engine import Engine
 from shardwise.server.messages import Event, Request
 
@@ -105,7 +106,8 @@ class ChatRequest(BaseModel):
 
 def run_api(engine: Engine, plan: Plan, context: int) -> None:
     """Serve HTTP until SIGTERM or SIGINT; open answers are finished first."""
-    tokenizer = AutoTokenizer.from_pretrained(plan.model, local_files_only=True)
+    files = directory_with(TOKENIZER_FILE, plan.model)
+    tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True)
     limits = Limits(context=context, vocab_size=read_facts(plan.model).vocab_size)
     app = build_app(engine, tokenizer, Path(plan.model).name, limits)
     config = uvicorn.Config(

@@ -10,7 +10,6 @@ import queue
 import threading
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, DynamicCache, GenerationConfig, PreTrainedModel
 
 from shardwise.config import Plan
+from shardwise.models.adapters import directory_with
+from shardwise.models.read import TOKENIZER_FILE
 from shardwise.parallel.mesh import Mesh
 from shardwise.server.messages import END_OF_ANSWER, Command, Event, FinishReason, Request
 from shardwise.server.sampling import sample
@@ -34,7 +35,8 @@ class Engine:
         self.on_failure: Callable[[], object] = lambda: None
         """called once, by the engine's thread"""
         self._model, self._mesh = model, mesh
-        self._tokenizer = AutoTokenizer.from_pretrained(plan.model, local_files_only=True)
+        files = directory_with(TOKENIZER_FILE, plan.model)
+        self._tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True)
         self._stop_ids = stop_ids(plan.model, self._tokenizer)
         self._requests: queue.Queue[Request | None] = queue.Queue(maxsize=plan.serve.max_queue)
         self._keep_alive_s = min(20.0, plan.serve.timeout_s / 3)
@@ -182,8 +184,9 @@ def logits_by_step(
 def stop_ids(model_dir: str, tokenizer: Any) -> set[int]:
     """Tokens that end an answer: the generation config's and the tokenizer's."""
     given = None
-    if (Path(model_dir) / GENERATION_FILE).exists():
-        given = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
+    files = directory_with(GENERATION_FILE, model_dir)
+    if (files / GENERATION_FILE).exists():
+        given = GenerationConfig.from_pretrained(files, local_files_only=True).eos_token_id
     ids = given if isinstance(given, list) else [given]
     return {int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}
 

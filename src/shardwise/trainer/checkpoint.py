@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardwise.config import PLAN_FILE, Plan
 from shardwise.errors import UserError
+from shardwise.models.adapters import base_of, write_adapters
 from shardwise.models.read import read_facts
 from shardwise.parallel._torch import HuggingFaceStorageWriter
 from shardwise.parallel.grads import local_part
@@ -50,9 +51,10 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    mine = dict(sharded.named_parameters(copies=False))
+    mine = sharded.trained_parameters()
     params = {name: param.detach() for name, param in mine.items()}
-    params.update(sharded.stored_buffers())
+    if sharded.adapters is None:
+        params.update(sharded.stored_buffers())
     moments = {
         f"{moment}/{name}": optimizer.state[param][moment]
         for name, param in mine.items()
@@ -65,6 +67,9 @@ def save_checkpoint(
         dcp.save(tensors, storage_writer=writer)
     if is_first:
         copy_model_files(model_files, partial / "model")
+        if sharded.adapters is not None:
+            base = base_of(Path(plan.model)) or Path(plan.model)
+            write_adapters(partial / "model", sharded.adapters, base)
         plan.save(partial / PLAN_FILE)
         files = {
             str(file.relative_to(partial)): file.stat().st_size
@@ -108,6 +113,8 @@ def load_optimizer(path: Path, sharded: ShardedModel, optimizer: torch.optim.Opt
         index = join_parts(index, facts, prefix=f"{moment}/")
     step = read_state(path).step
     for name, param in sharded.stored_names():
+        if not param.requires_grad:
+            continue
         state = optimizer.state[param]
         state["step"] = torch.tensor(float(step), device=local_part(param).device)
         for moment in _MOMENTS:

@@ -71,7 +71,9 @@ class _HeadLossSum(torch.autograd.Function):
         twice: bool,
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
-        grads = _Grads(hidden, weight) if any(ctx.needs_input_grad) else None
+        grads = None
+        if any(ctx.needs_input_grad):
+            grads = _Grads(hidden, weight, weight_is_trained=ctx.needs_input_grad[1])
         for begin in range(0, len(labels), LOSS_CHUNK_TOKENS):
             rows = slice(begin, begin + LOSS_CHUNK_TOKENS)
             losses, logits_grad = _chunk(hidden[rows], weight, labels[rows], vocab, group)
@@ -84,19 +86,28 @@ class _HeadLossSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads = ctx.grads
+        hidden, weight = ctx.grads.hidden, ctx.grads.weight
         if ctx.twice:
-            return grads.hidden * grad, grads.weight * grad, None, None, None, None
-        ctx.grads = None
-        return grads.hidden.mul_(grad), grads.weight.mul_(grad), None, None, None, None
+            hidden, weight = hidden * grad, None if weight is None else weight * grad
+        else:
+            ctx.grads = None
+            hidden.mul_(grad)
+            if weight is not None:
+                weight.mul_(grad)
+        return hidden, weight, None, None, None, None
 
 
 class _Grads:
     """The gradients of the head's input and weight, of a loss whose own gradient is one."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, *, weight_is_trained: bool
+    ) -> None:
         self._inputs = hidden, weight
         self.hidden = torch.empty_like(hidden)
+        self.weight: torch.Tensor | None = None
+        if not weight_is_trained:
+            return
         # the sum over chunks is in fp32, as it is inside a single product
         several = len(hidden) > LOSS_CHUNK_TOKENS
         self.weight = torch.zeros_like(weight, dtype=torch.float32 if several else weight.dtype)
@@ -106,6 +117,8 @@ class _Grads:
         hidden, weight = self._inputs
         logits_grad = logits_grad.to(weight.dtype)
         torch.mm(logits_grad, weight, out=self.hidden[rows])
+        if self.weight is None:
+            return
         if weight.dtype == self.weight.dtype:
             self.weight.addmm_(logits_grad.T, hidden[rows])
             return

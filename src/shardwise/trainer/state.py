@@ -63,8 +63,8 @@ def row_order(plan: Plan, rows_folder: Path) -> RowOrder:
 
 
 def checkpoint_bytes(facts: ModelFacts) -> int:
-    """Size of a checkpoint: fp32 weights and the two moments."""
-    return 12 * facts.num_parameters
+    """Size of a checkpoint: fp32 weights and the two moments, of what is trained."""
+    return 12 * facts.num_trained_parameters
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:

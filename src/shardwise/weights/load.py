@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import Plan
+from shardwise.models.adapters import LORA_A, LORA_B, base_of
 from shardwise.models.build import build_on_meta, materialise
-from shardwise.models.read import read_facts
+from shardwise.models.read import facts_of_plan, read_facts
 from shardwise.parallel._torch import is_strided_shard
+from shardwise.parallel.adapters import initial
 from shardwise.parallel.apply import parallelize
+from shardwise.parallel.data import DTYPES
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.sharded import ShardedModel
@@ -28,20 +32,23 @@ def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> ShardedModel:
     """Build, shard and load the plan's model: the only way weights get into a model.
 
     Args:
-        dtype: of the parameters at rest; fp32 master weights for training.
+        dtype: of the parameters at rest; fp32 master weights for training. What adapters freeze
+            rests in the compute dtype then.
 
     Raises:
         UserError: the plan is not legal for the model, or its files are not whole; no parameter
             has been touched then.
     """
-    facts = read_facts(plan.model)
+    stored, facts = read_facts(plan.model), facts_of_plan(plan)
     check_plan(plan, facts)
-    index = open_model_index(plan.model, facts)
-    verify(index, facts, compare_tied=False)
-    sharded = parallelize(lambda: build_on_meta(plan.model, dtype), plan, facts, mesh)
+    index = open_model_index(plan.model, stored)
+    verify(index, stored, compare_tied=False)
+    source = base_of(Path(plan.model)) or plan.model
+    at_rest = DTYPES[plan.precision.compute] if plan.task == "lora" else dtype
+    sharded = parallelize(lambda: build_on_meta(source, at_rest), plan, facts, mesh, dtype)
     for part in sharded.parts:
         materialise(part.model, mesh.device)
-    load_weights(sharded, index)
+    load_weights(sharded, index, seed=plan.train.seed)
     return sharded
 
 
@@ -65,8 +72,12 @@ def local_box(tensor: torch.Tensor) -> Box:
     return tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
 
 
-def load_weights(sharded: ShardedModel, index: WeightIndex) -> int:
-    """Fill the local part of every parameter from a verified index.
+def load_weights(sharded: ShardedModel, index: WeightIndex, *, seed: int = 0) -> int:
+    """Fill the local part of every parameter from a verified index; of adapters that it does not
+    have, with their first values.
+
+    Args:
+        seed: of those.
 
     Returns:
         Bytes that this rank read.
@@ -74,6 +85,9 @@ def load_weights(sharded: ShardedModel, index: WeightIndex) -> int:
     num_bytes = 0
     with torch.no_grad():
         for name, param in sharded.stored_names():
+            if name not in index and name.endswith((LORA_A, LORA_B)):
+                local_part(param).copy_(initial(name, param.shape, seed)[local_box(param)])
+                continue
             num_bytes += read_into(local_part(param), local_box(param), index.pieces_of(name), name)
         for name, buffer in sharded.stored_buffers():
             num_bytes += read_into(buffer, local_box(buffer), index.pieces_of(name), name)

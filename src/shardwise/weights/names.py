@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.models.adapters import base_of, parameter_name
 from shardwise.models.facts import HEAD, ModelFacts
 from shardwise.models.layers import DOWN, GATE_UP
 from shardwise.weights.index import Piece, WeightIndex, open_index
@@ -69,7 +70,15 @@ def _of_experts(name: str, shape: tuple[int, ...], facts: ModelFacts) -> Iterato
 
 
 def open_model_index(directory: str | Path, facts: ModelFacts) -> WeightIndex:
-    """The weights of a directory under the model's own names (errors as `open_index`)."""
+    """The weights of a directory under the model's own names, of adapters those of their model too
+    (errors as `open_index`)."""
+    base = base_of(Path(directory))
+    if base is not None:
+        model = open_model_index(base, replace(facts, adapters=None))
+        own = open_index(directory)
+        adapters = {parameter_name(name): pieces for name, pieces in own.pieces.items()}
+        both = replace(own, pieces={**model.pieces, **adapters}, notes=model.notes)
+        return join_parts(both, facts)
     index = with_prefix(open_index(directory), facts)
     pieces = dict(index.pieces)
     found: dict[str, list[Piece]] = {}
@@ -116,8 +125,9 @@ def fused_parts(facts: ModelFacts) -> dict[str, tuple[str, int]]:
             if param.parts is None:
                 continue
             whole, first = f"{facts.family.names.layers}.{number}.{name}", 0
+            module, _, leaf = whole.rpartition(".")
             for part, matrix in param.parts.items():
-                found[f"{whole.removesuffix('weight')}{part}.weight"] = whole, first
+                found[f"{module}.{part}.{leaf}"] = whole, first
                 first += matrix.shape[0]
     return found
 

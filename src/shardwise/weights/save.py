@@ -6,13 +6,26 @@ import json
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from shardwise.config import Lora
 from shardwise.errors import UserError
+from shardwise.models.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    LORA_A,
+    LORA_B,
+    base_of,
+    directory_with,
+    file_name,
+    write_adapters,
+)
 from shardwise.models.facts import ModelFacts
-from shardwise.models.read import CONFIG_FILE
+from shardwise.models.read import CONFIG_FILE, TOKENIZER_FILE
 from shardwise.parallel.data import DTYPES as COMPUTE_DTYPES
 from shardwise.weights.index import INDEX_FILE, SINGLE_FILE, WeightIndex
 from shardwise.weights.load import read_into
@@ -34,7 +47,8 @@ def export_model(
     """Write config, tokenizer and weights of a verified source to a new directory.
 
     Holds one tensor in memory, never the model. The directory appears under its name only when
-    it is whole. Tied weights are written once.
+    it is whole. Tied weights are written once. Adapters are merged into the matrices that they
+    are beside, in fp32, before those are cast.
 
     Returns:
         Bytes of the tensors written.
@@ -42,35 +56,63 @@ def export_model(
     Raises:
         UserError: the directory exists, or cannot be written.
     """
+    facts, lora = replace(facts, adapters=None), facts.adapters
+    with _published(target) as partial:
+        copy_model_files(base_of(index.directory) or index.directory, partial)
+        _set_dtype(partial / CONFIG_FILE, dtype)
+        files = list(_files(facts, dtype, max_file_bytes))
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(files, start=1):
+            name = _file_name(number, len(files))
+            _write_file(partial / name, index, names, dtype, lora)
+            weight_map.update(dict.fromkeys((stored.name for stored in names), name))
+        written = sum(_num_bytes(stored, dtype) for stored in stored_tensors(facts))
+        if len(files) > 1:
+            content = {"metadata": {"total_size": written}, "weight_map": weight_map}
+            (partial / INDEX_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    return written
+
+
+def export_adapters(index: WeightIndex, facts: ModelFacts, target: Path, dtype: torch.dtype) -> int:
+    """Write the adapters of a verified source to a new directory, as PEFT reads them; the
+    tokenizer too (returns and errors as `export_model`)."""
+    if facts.adapters is None:
+        raise ValueError("the facts have no adapters")
+    base = base_of(index.directory)
+    tensors = [
+        Stored(name=file_name(name), shape=shape, parameter=name, offset=(0,) * len(shape))
+        for name, shape in facts.parameter_shapes.items()
+        if name.endswith((LORA_A, LORA_B))
+    ]
+    with _published(target) as partial:
+        copy_model_files(directory_with(TOKENIZER_FILE, index.directory), partial)
+        (partial / CONFIG_FILE).unlink(missing_ok=True)  # PEFT's directories have none
+        write_adapters(partial, facts.adapters, base or index.directory)
+        _write_file(partial / ADAPTER_FILE, index, tensors, dtype)
+    return sum(_num_bytes(stored, dtype) for stored in tensors)
+
+
+@contextmanager
+def _published(target: Path) -> Iterator[Path]:
+    """A new directory that gets its name when it is whole, and is removed if that fails."""
     if target.exists():
         raise UserError(f"{target} exists already; give another --out.")
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        copy_model_files(index.directory, partial)
-        _set_dtype(partial / CONFIG_FILE, dtype)
-        files = list(_files(facts, dtype, max_file_bytes))
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(files, start=1):
-            name = _file_name(number, len(files))
-            _write_file(partial / name, index, names, dtype)
-            weight_map.update(dict.fromkeys((stored.name for stored in names), name))
-        written = sum(_num_bytes(stored, dtype) for stored in stored_tensors(facts))
-        if len(files) > 1:
-            content = {"metadata": {"total_size": written}, "weight_map": weight_map}
-            (partial / INDEX_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        yield partial
         partial.rename(target)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot write {target}: {error}.") from None
-    return written
 
 
 def copy_model_files(source: Path, target: Path) -> None:
     """Copy what makes a directory a Hugging Face model besides its weights."""
     for file in source.iterdir():
-        if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != INDEX_FILE:
+        is_small = file.suffix in (".json", ".jinja", ".model", ".txt")
+        if is_small and file.name not in (INDEX_FILE, ADAPTER_CONFIG):
             shutil.copyfile(file, target / file.name)
 
 
@@ -93,9 +135,17 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _write_file(
-    path: Path, index: WeightIndex, tensors: Sequence[Stored], dtype: torch.dtype
+    path: Path,
+    index: WeightIndex,
+    tensors: Sequence[Stored],
+    dtype: torch.dtype,
+    lora: Lora | None = None,
 ) -> None:
-    """Write one safetensors file (header length, JSON header, tensors) tensor by tensor."""
+    """Write one safetensors file (header length, JSON header, tensors) tensor by tensor.
+
+    Args:
+        lora: adapters to merge.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for stored in tensors:
@@ -110,11 +160,28 @@ def _write_file(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for stored in tensors:
-            tensor = torch.empty(stored.box_shape, dtype=_dtype(stored, dtype))
-            ends = zip(stored.offset, stored.box_shape, strict=True)
-            box = tuple(slice(begin, begin + size) for begin, size in ends)
-            read_into(tensor, box, index.pieces[stored.parameter], stored.name)
-            file.write(tensor.view(torch.uint8).numpy().data)
+            a, b = (f"{stored.parameter.removesuffix('.weight')}.{x}" for x in (LORA_A, LORA_B))
+            merged = lora is not None and a in index
+            tensor = _read(index, stored, torch.float32 if merged else _dtype(stored, dtype))
+            if merged and lora is not None:
+                low, high = (_whole(index, name) for name in (a, b))
+                tensor.addmm_(high, low, alpha=lora.scale)
+            file.write(tensor.to(_dtype(stored, dtype)).view(torch.uint8).numpy().data)
+
+
+def _read(index: WeightIndex, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty(stored.box_shape, dtype=dtype)
+    ends = zip(stored.offset, stored.box_shape, strict=True)
+    box = tuple(slice(begin, begin + size) for begin, size in ends)
+    read_into(tensor, box, index.pieces[stored.parameter], stored.name)
+    return tensor
+
+
+def _whole(index: WeightIndex, name: str) -> torch.Tensor:
+    """A parameter of the source, in fp32."""
+    shape = index.shape(name)
+    stored = Stored(name=name, shape=shape, parameter=name, offset=(0,) * len(shape))
+    return _read(index, stored, torch.float32)
 
 
 def _dtype(stored: Stored, dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,203 @@
+"""Low-rank adapters: which matrices get one, how ranks divide it, and how files describe it.
+
+Files are PEFT's: `adapter_config.json` beside one or more safetensors files. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config import Lora, parse
+from shardwise.errors import UserError
+from shardwise.models.layers import Cut, Param
+
+if TYPE_CHECKING:
+    from shardwise.models.facts import ModelFacts
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+LORA_A, LORA_B = "lora_A", "lora_B"
+"""names of an adapter's two matrices, beside the `weight` that they belong to"""
+_PEFT_PREFIX = "base_model.model."
+_CUTS: dict[Cut, tuple[Cut, Cut]] = {
+    "columns": ("shared", "columns"),
+    "kv_heads": ("shared", "kv_heads"),
+    "rows": ("rows", "shared"),
+    "shared": ("shared", "shared"),
+    "parts": ("shared", "parts"),
+}
+"""how a matrix is cut -> how A and B are: A cuts as its inputs, B as its outputs; what is whole is
+used for a part of the other, so that its gradient is a part too"""
+_AS_PLAIN = {
+    "use_dora": False,
+    "use_rslora": False,
+    "fan_in_fan_out": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+}
+"""settings of PEFT, and the values that mean plain adapters"""
+
+
+def adaptable(params: Mapping[str, Param], *, has_experts: bool) -> dict[str, Param]:
+    """The matrices of a layer that can have an adapter, by the path of their module.
+
+    Args:
+        has_experts: whether any layer of the model has; only attention's matrices can have one
+            then: PEFT takes the names of an MLP's matrices for those of its experts.
+    """
+    return {
+        name.removesuffix(".weight"): param
+        for name, param in params.items()
+        if name.endswith(".weight") and len(param.shape) == 2 and param.cut in _CUTS
+        if not (has_experts and name.startswith("mlp."))
+    }
+
+
+def with_adapters(
+    params: dict[str, Param], lora: Lora | None, *, has_experts: bool
+) -> dict[str, Param]:
+    """A layer's parameters, frozen, and those of its adapters; unchanged without adapters."""
+    if lora is None:
+        return params
+    found = {name: replace(param, trained=False) for name, param in params.items()}
+    for module, param in adaptable(params, has_experts=has_experts).items():
+        if lora.targets is None or _leaf(module) in lora.targets:
+            num_out, num_in = param.shape
+            cut_a, cut_b = _CUTS[param.cut]
+            parts = {
+                name: Param(shape=(part.shape[0], lora.rank), cut=part.cut)
+                for name, part in (param.parts or {}).items()
+            }
+            found[f"{module}.{LORA_A}"] = Param(shape=(lora.rank, num_in), cut=cut_a)
+            found[f"{module}.{LORA_B}"] = Param(
+                shape=(num_out, lora.rank), cut=cut_b, parts=parts or None
+            )
+    return found
+
+
+def complete(lora: Lora, facts: ModelFacts) -> Lora:
+    """The same adapters with their targets named.
+
+    Raises:
+        UserError: a target is no matrix of the model, or nothing can have an adapter.
+    """
+    model_type = facts.model_type
+    known = list(
+        dict.fromkeys(
+            _leaf(module)
+            for kind in dict.fromkeys(facts.layers)
+            for module in adaptable(facts.params_of(kind), has_experts=facts.num_experts > 0)
+        )
+    )
+    if not known:
+        raise UserError(f"{model_type} has no matrix that can have an adapter; use task=full.")
+    targets = known if lora.targets is None else lora.targets
+    unknown = [name for name in targets if name not in known]
+    if unknown:
+        raise UserError(
+            f"lora.targets: {unknown[0]!r} is no matrix of {model_type} that can have an adapter; "
+            f"there are: {', '.join(known)}."
+        )
+    return lora.model_copy(update={"targets": [name for name in known if name in targets]})
+
+
+def file_name(parameter: str) -> str:
+    """What PEFT calls an adapter's matrix in its file."""
+    return f"{_PEFT_PREFIX}{parameter}.weight"
+
+
+def parameter_name(stored: str) -> str:
+    """The model's own name of an adapter's matrix in a file of PEFT, or in a checkpoint."""
+    return stored.removeprefix(_PEFT_PREFIX).removesuffix(".weight")
+
+
+def base_of(directory: Path) -> Path | None:
+    """The model that a directory of adapters belongs to; None if it holds no adapters.
+
+    Raises:
+        UserError: the model is not there.
+    """
+    if not (directory / ADAPTER_CONFIG).exists():
+        return None
+    given = _read(directory).get("base_model_name_or_path")
+    base = directory / str(given)  # an absolute path stays as it is
+    if not given or not base.is_dir():
+        raise UserError(
+            f"{directory} holds adapters of the model {str(given)!r}, which is not there; put its "
+            f"directory into base_model_name_or_path of {directory / ADAPTER_CONFIG}."
+        )
+    return base
+
+
+def directory_with(file: str, model: str | Path) -> Path:
+    """Where a small file of a model is: beside its adapters, or with the model that they are of."""
+    directory = Path(model)
+    if (directory / file).exists():
+        return directory
+    return base_of(directory) or directory
+
+
+def read_adapters(directory: Path) -> Lora:
+    """What `adapter_config.json` says of a directory's adapters.
+
+    Raises:
+        UserError: it cannot be read, or asks for more than plain adapters.
+    """
+    file, config = directory / ADAPTER_CONFIG, _read(directory)
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not built; LORA is.")
+    for key, plain in _AS_PLAIN.items():
+        value = config.get(key, plain)
+        if value != plain and value:  # an empty one says nothing
+            raise UserError(f"{file}: {key}={value!r} is not built; {key}={plain!r} is.")
+    targets = config.get("target_modules")
+    if not isinstance(targets, list):
+        raise UserError(f"{file}: target_modules={targets!r}; a list of names is expected.")
+    data = {
+        "rank": config.get("r"),
+        "alpha": config.get("lora_alpha"),
+        "targets": sorted(_leaf(str(name)) for name in targets),
+    }
+    return parse(Lora, data, source=str(file))
+
+
+def write_adapters(directory: Path, lora: Lora, base: Path) -> None:
+    """Write `adapter_config.json`, as PEFT reads it."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base.resolve()),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": lora.targets,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+    }
+    text = json.dumps(config, indent=2)
+    (directory / ADAPTER_CONFIG).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    file = directory / ADAPTER_CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file} as JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds no JSON object.")
+    return config
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -1,0 +1,142 @@
+"""adapter_config.json: what is read, what is refused; which matrices can have an adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.config import Layout, Lora, Plan, Precision
+from shardwise.errors import UserError
+from shardwise.models.adapters import complete, write_adapters
+from shardwise.models.facts import ModelFacts
+from shardwise.models.read import facts_of_config, facts_of_plan, read_facts
+from shardwise.planner.memory import predict_memory, state_bytes
+from tests.models import model_config
+from tests.unit.test_facts import LLAMA_3_1_8B
+
+HEADS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+def facts(name: str) -> ModelFacts:
+    return facts_of_config(model_config(name).to_dict(), source=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("LL", [*HEADS, *MLP]),
+        ("G3", [*HEADS, *MLP]),
+        ("PHI", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
+        ("MOED", HEADS),
+        ("DS", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+    ],
+)
+def test_all_matrices_of_a_layer(name: str, targets: list[str]) -> None:
+    """Of a mixture those of attention, also in its layers without experts."""
+    assert complete(Lora(), facts(name)).targets == targets
+
+
+def test_what_has_no_matrix() -> None:
+    with pytest.raises(UserError, match=r"gpt2 has no matrix that .* use task=full"):
+        complete(Lora(), facts("GPT2"))
+    with pytest.raises(UserError, match=r"'gate' is no matrix of llama .* q_proj, .*down_proj"):
+        complete(Lora(targets=["q_proj", "gate"]), facts("LL"))
+
+
+def save(folder: Path, **changes: Any) -> Path:
+    """A directory of adapters of a llama without weights."""
+    base = folder / "base"
+    base.mkdir()
+    config = {**model_config("LL").to_dict(), "dtype": "float32"}
+    (base / "config.json").write_text(json.dumps(config))
+    write_adapters(folder, Lora(rank=8, alpha=4.0, targets=["q_proj", "up_proj"]), base)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    lora = read_facts(save(tmp_path)).adapters
+    assert lora == Lora(rank=8, alpha=4.0, targets=["q_proj", "up_proj"])
+    assert lora is not None
+    assert lora.scale == 0.5
+
+
+def test_full_names_are_read_as_their_last_parts(tmp_path: Path) -> None:
+    names = [
+        f"model.layers.{n}.self_attn.{name}" for n in range(4) for name in ("v_proj", "q_proj")
+    ]
+    lora = read_facts(save(tmp_path, target_modules=names)).adapters
+    assert lora is not None
+    assert lora.targets == ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True}, "use_dora=True is not built; use_dora=False is"),
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"bias": "all"}, "bias='all' is not built; bias='none' is"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not built; LORA is"),
+        ({"target_modules": ".*q_proj"}, "a list of names is expected"),
+        ({"target_modules": ["lm_head"]}, "'lm_head' is no matrix of llama"),
+        ({"r": "8"}, "rank = '8'"),
+        ({"lora_alpha": -1}, "alpha = -1"),
+        ({"base_model_name_or_path": "elsewhere"}, "'elsewhere', which is not there"),
+        ({"base_model_name_or_path": None}, "which is not there"),
+    ],
+    ids=str,
+)
+def test_what_is_more_than_plain_adapters_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        read_facts(save(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_of_adapters(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "more").mkdir()
+    write_adapters(tmp_path / "more", Lora(targets=["q_proj"]), tmp_path)
+    with pytest.raises(UserError, match="which holds adapters itself"):
+        read_facts(tmp_path / "more")
+
+
+@pytest.mark.parametrize(
+    ("task", "lora", "on_adapters", "words"),
+    [
+        ("full", Lora(), False, "task=full trains no adapters"),
+        ("full", None, True, "shardwise export --merge"),
+        ("serve", Lora(), False, "holds no adapters"),
+        ("lora", Lora(rank=16), True, r"lora.rank=16, but the adapters in .* have 8"),
+    ],
+)
+def test_a_plan_and_a_directory_that_do_not_fit(
+    tmp_path: Path, task: Any, lora: Lora | None, on_adapters: bool, words: str
+) -> None:
+    model = str(save(tmp_path) if on_adapters else save(tmp_path) / "base")
+    with pytest.raises(UserError, match=words):
+        facts_of_plan(Plan(model=model, task=task, layout=Layout(), lora=lora))
+
+
+def test_a_model_of_8b_needs_2_bytes_a_frozen_parameter(tmp_path: Path) -> None:
+    """bf16 weights, and 16 bytes of each parameter of the adapters (rank 16, all matrices)."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_1_8B, "dtype": "bfloat16"}))
+    bf16 = Precision(compute="bf16")
+    plan = Plan(model=str(tmp_path), task="lora", layout=Layout(), precision=bf16)
+    found = facts_of_plan(plan)
+    assert found.num_trained_parameters == 41_943_040  # as PEFT prints it for r=16
+    assert state_bytes(plan, found) == 2 * 8_030_261_248 + 16 * 41_943_040
+    memory = predict_memory(plan, found)
+    assert memory.weights == 2 * 8_030_261_248 + 4 * 41_943_040
+    assert memory.optimizer == 8 * 41_943_040
+    sharded = plan.model_copy(update={"layout": Layout(fsdp=8)})
+    assert predict_memory(sharded, found).weights == pytest.approx(memory.weights / 8, rel=1e-6)
