@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from shardwise.catalog import load_catalog
-from shardwise.config import Layout, Plan, Precision, Train
+from shardwise.config import Layout, Lora, Plan, Precision, Train
+from shardwise.models.adapters import complete
 from shardwise.models.facts import ModelFacts
 from shardwise.models.read import facts_of_config
 from shardwise.planner.accelerator import Accelerator, accelerator
@@ -242,6 +243,18 @@ def test_the_convention_of_mfu_by_hand() -> None:
     table = LLAMA.vocab_size * LLAMA.hidden_size  # the embedding only looks up
     by_hand = 6 * (LLAMA.num_parameters - table) + 6 * 32 * 4096 * 4096
     assert model_flops_per_token(plan, LLAMA) == pytest.approx(by_hand, rel=1e-3)
+
+
+def test_frozen_weights_have_no_gradient_of_their_own() -> None:
+    """Four FLOPs a frozen parameter where a trained one has six, and as much less time."""
+    adapted = replace(LLAMA, adapters=complete(Lora(rank=8), LLAMA))
+    full = plan_of("1xH100-80GB", Layout(), global_batch=4)
+    lora = full.model_copy(update={"task": "lora"})
+    flops = model_flops_per_token(lora, adapted), model_flops_per_token(full, LLAMA)
+    assert flops[0] == pytest.approx(flops[1] * 2 / 3, rel=0.05)
+    times = [step_time(plan, facts, Toy()) for plan, facts in ((lora, adapted), (full, LLAMA))]
+    assert times[0].compute_s == pytest.approx(times[1].compute_s * 2 / 3, rel=0.05)
+    assert times[0].memory_s < times[1].memory_s
 
 
 def test_a_probed_machine_answers_as_before() -> None:

@@ -310,7 +310,8 @@ def _speed(option: Option, answer: Answer) -> RenderableType:
         rows.append(_groups(step))
     convention = ""
     if option.mfu(answer.facts, answer.peak_flops) is not None:
-        convention = "MFU: 6 FLOPs a parameter and token plus causal attention, nothing counted "
+        convention = "MFU: 6 FLOPs a trained parameter and token (4 a frozen one) plus causal "
+        convention += "attention, nothing counted "
         convention += "twice, of the dense bf16 peak. "
     rows.append(Text(f"{convention}{predicted.step_evidence}\n", style="dim"))
     return Group(*rows)

@@ -81,11 +81,18 @@ class StepTime:
 
 
 def model_flops_per_token(plan: Plan, facts: ModelFacts) -> float:
-    """What a token takes in a step by the convention of MFU: nothing twice, causal attention."""
+    """What a token takes in a step by the convention of MFU: nothing twice, causal attention.
+
+    6 for each multiply-add of the forward pass; 4 where a matrix is frozen and has no gradient.
+    """
     one = plan.model_copy(
         update={"layout": plan.layout.model_copy(update={"cp": 1})}
     )  # what ranks of cp do twice does not count
-    return 6 * (sum(layer_costs(one, facts)) + head_cost(facts))
+    operations = 6 * (sum(layer_costs(one, facts)) + head_cost(facts))
+    if facts.adapters is None:
+        return operations
+    layers = (facts.num_active_parameters(k) - facts.num_trained_of(k) for k in facts.layers)
+    return operations - 2 * (sum(layers) + head_cost(facts))
 
 
 class _Seconds(NamedTuple):
