@@ -175,8 +175,13 @@ def device_of(row: Row, catalog: Catalog) -> Device:
         device = min(kinds, key=lambda d: abs(d.usable_gib * 1.074 - memory))
     if "HBM2e" in name:  # the same chip with 2.4 TB/s and 500 of 700 W (torchtitan's tables);
         # dynamic power grows with the cube of the clock
-        slower = (500 / 700) ** (1 / 3) * (device.sustained_tflops or 0)
-        update = {"hbm_gb_per_s": 2400.0, "usable_gib": 94.5, "sustained_tflops": slower}
+        clock = (500 / 700) ** (1 / 3)
+        update = {
+            "hbm_gb_per_s": 2400.0,
+            "usable_gib": 94.5,
+            "sustained_tflops": clock * (device.sustained_tflops or 0),
+            "attention": clock * (device.attention or 0),
+        }
         device = device.model_copy(update=update)
     return device
 

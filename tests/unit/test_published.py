@@ -169,7 +169,6 @@ def test_runs_without_some_columns_are_judged_too(tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"precision": "int4"}, "int4"),
-        ({"note": "2D+AsyncTP"}, "asynchronous"),
         ({"note": "activation offload"}, "offload"),
         ({"precision": "see note"}, "not given"),
     ],
