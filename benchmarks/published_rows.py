@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ _CHIPS = re.compile(r"\b(GB300|GB200|B300|B200|H200|H100|A100|A10G|L40S|L4|V100|
 _ALIASES = {"NVIDIA Ampere": "A100 80GB"}
 _MODELS = Path(__file__).with_name("published_models.csv")
 """dimensions of models that tables only name"""
+_USABLE = 0.95
+"""of the nominal memory of a device that the catalogue does not have"""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _LATENTS = {
     "deepseek": Latent(q_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128),
@@ -93,7 +95,8 @@ def run_of(row: Row, catalog: Catalog) -> Run:
     software = software_of(row)
     facts = facts_of(row)
     device = device_of(row, catalog)
-    num_devices = number(row, "n_gpus") or 1
+    given_axes = [number(row, axis) or 1 for axis in ("tp", "pp", "dp", "cp")]
+    num_devices = number(row, "n_gpus") or math.prod(given_axes)
     layout = layout_of(row, facts, num_devices)
     seq_len = number(row, "seq_len")
     if seq_len is None and software.measures == "states":
@@ -162,15 +165,23 @@ def device_of(row: Row, catalog: Catalog) -> Device:
     told = re.search(r"(\d+)\s*GB", name, flags=re.IGNORECASE)
     memory = real(row, "gpu_mem_GB") or (float(told[1]) if told else None)
     kinds = [d for d in catalog.devices.values() if chip and re.match(rf"{chip[1]}(-|$)", d.name)]
-    if not kinds or re.search("pcie|nvl\\b", name, flags=re.IGNORECASE):
-        raise Unplanned(f"device {name or '(none)'} is not in the catalogue")
+    if not kinds or re.search("pcie|nvl\\b", name, flags=re.IGNORECASE):  # another machine
+        if memory is None:
+            raise Unplanned(f"device {name or '(none)'} is not in the catalogue")
+        source = {"source": "the row", "date": "unknown"}
+        return Device(name=name or "unnamed", usable_gib=_USABLE * memory, **source)
     device = max(kinds, key=lambda d: d.usable_gib)
     if memory is not None:
         device = min(kinds, key=lambda d: abs(d.usable_gib * 1.074 - memory))
     if "HBM2e" in name:  # the same chip with 2.4 TB/s and 500 of 700 W (torchtitan's tables);
         # dynamic power grows with the cube of the clock
-        slower = (500 / 700) ** (1 / 3) * (device.sustained_tflops or 0)
-        update = {"hbm_gb_per_s": 2400.0, "usable_gib": 94.5, "sustained_tflops": slower}
+        clock = (500 / 700) ** (1 / 3)
+        update = {
+            "hbm_gb_per_s": 2400.0,
+            "usable_gib": 94.5,
+            "sustained_tflops": clock * (device.sustained_tflops or 0),
+            "attention": clock * (device.attention or 0),
+        }
         device = device.model_copy(update=update)
     return device
 
@@ -195,7 +206,7 @@ def layout_of(row: Row, facts: ModelFacts, num_devices: int) -> Layout:
     split = (
         tp > 1
         and not old
-        and not ("korthikanti" in row["source"].lower() and "sp" not in recompute)
+        and not ("korthikanti" in row.get("source", "").lower() and "sp" not in recompute)
     )
     return Layout(
         dp=dp // shards,
@@ -330,8 +341,13 @@ def _options(
         yield cls(family=family, tied=tied, qkv_bias=plain, o_bias=plain, **common)
 
 
+@cache
+def _models() -> list[Row]:
+    return read_rows(_MODELS)
+
+
 def _named(name: str) -> Row:
     """The row of the table of models whose name a model's has in it; the longest such name."""
     plain = re.sub(r"[^a-z0-9.]", "", name.lower())
-    rows = [row for row in read_rows(_MODELS) if row["model"] and row["model"] in plain]
+    rows = [row for row in _models() if row["model"] and row["model"] in plain]
     return max(rows, key=lambda row: len(row["model"]), default={})

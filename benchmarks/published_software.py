@@ -84,8 +84,6 @@ def software_of(row: Mapping[str, str]) -> Software:
         raise Unplanned(f"products in {row['precision']}")
     if "see note" in precision:
         raise Unplanned("precision not given")
-    if "async" in note:
-        raise Unplanned("asynchronous tensor parallelism")
     if "rowwise" in precision:
         raise Unplanned("float8 with a scale a row")
     if note.startswith("baseline") and "unpacked" in note:
@@ -145,7 +143,7 @@ def software_of(row: Mapping[str, str]) -> Software:
         attention_again=selective and old,
         attention_share=0.55 if "foundry" in source else 1.0,
         products_again=0.5 if "(op)" in recompute else 0.0,
-        overlaps_tensor=megatron and not old,
+        overlaps_tensor=(megatron and not old) or bool(re.search("async ?tp", note)),
         gathers_parameters="zero-3;" in note,
         sends_once_a_node=megatron and not old,
         adapters=_rank(source, note) if adapted else None,

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import published
 from benchmarks.published import Result, judge, main, pairs, percentile, report
 from benchmarks.published_peers import korthikanti_bytes
-from benchmarks.published_rows import PlainFacts, facts_of, read_rows, run_of
+from benchmarks.published_rows import PlainFacts, device_of, facts_of, read_rows, run_of
 from benchmarks.published_software import Software, Unplanned, software_of
 
 from shardwise.catalog import load_catalog
@@ -169,7 +169,6 @@ def test_runs_without_some_columns_are_judged_too(tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"precision": "int4"}, "int4"),
-        ({"note": "2D+AsyncTP"}, "asynchronous"),
         ({"note": "activation offload"}, "offload"),
         ({"precision": "see note"}, "not given"),
     ],
@@ -177,6 +176,28 @@ def test_runs_without_some_columns_are_judged_too(tmp_path: Path) -> None:
 def test_what_the_planner_has_no_model_of_is_said(changes: dict[str, str], reason: str) -> None:
     with pytest.raises(Unplanned, match=reason):
         software_of({"source": "x", "precision": "bf16", **changes})
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "name"),
+    [
+        ("A100-SXM", "40", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "", "H100-80GB"),
+        ("H200", "141", "H200-141GB"),
+        ("L40S", "48", "L40S"),
+        ("RTX 4090", "24", "RTX 4090"),  # whose memory is all that is known of it
+        ("H100-PCIe", "80", "H100-PCIe"),
+    ],
+)
+def test_devices_have_many_names(gpu: str, memory: str, name: str) -> None:
+    device = device_of({"gpu": gpu, "gpu_mem_GB": memory}, load_catalog())
+    assert device.name == name
+    assert 0.9 * float(memory or 80) <= device.usable_gib <= float(memory or 80)
+
+
+def test_a_device_that_nothing_is_known_of_is_told() -> None:
+    with pytest.raises(Unplanned, match="device abacus is not in the catalogue"):
+        device_of({"gpu": "abacus"}, load_catalog())
 
 
 def result(layout: str, published_: float, predicted: float, **row: str) -> Result:
