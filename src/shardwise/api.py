@@ -86,7 +86,10 @@ def plan(
     answer = search(asked, facts, speeds, fixed=fixed)
     chosen = answer.chosen
     cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
-    return replace(answer, notes=_weight_notes(Path(model), read_facts(model)), cost=cost)
+    notes = _weight_notes(Path(model), read_facts(model))
+    if cost is None and job != Job():
+        notes += ("hours and money are not told: they need a step time",)
+    return replace(answer, notes=notes, cost=cost)
 
 
 def _price(catalog: Catalog, instance: str, count: int, gpus: str | None) -> Price:

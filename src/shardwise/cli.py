@@ -130,7 +130,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the chosen plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Does it fit one device? What would make it fit? Which layout, and bytes per device by part.
+    """Does it fit one device? What would make it fit? Which layout, how fast, and at what price.
 
     Ends with exit code 1 if no layout over the given devices fits. Needs no GPU and no torch.
     """

@@ -341,6 +341,19 @@ def test_what_is_not_calibrated_is_to_be_probed(llama: Path) -> None:
     assert "shardwise probe --kind MI300X" in answer.chosen.plan.predicted.step_evidence
 
 
+def test_money_that_cannot_be_told_is_not_left_out_in_silence(smol: Path, llama: Path) -> None:
+    job = Job(tokens=1e9, rate=Rate.given(2.5))
+    for answer in (
+        shardwise.plan(smol, gpus="cpu:2", job=job),
+        fast(llama, "8xMI300X", job=job),
+        shardwise.plan(llama, task="serve", gpus="8xH100-80GB", job=job),
+    ):
+        assert answer.cost is None
+        assert any("they need a step time" in note for note in answer.notes)
+    assert not any("hours" in note for note in fast(llama, "8xH100-80GB", job=job).notes)
+    assert not any("hours" in note for note in fast(llama, "8xMI300X").notes)
+
+
 def test_the_number_that_killed_an_option_is_told(llama: Path) -> None:
     """Tensor parallelism over two nodes, on a slow network."""
     answer = fast(llama, "2x8xH100-80GB", "devices.network_gbit=100.0")
