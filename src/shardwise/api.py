@@ -7,13 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.catalog import Catalog, Price, find_price, load_catalog
 from shardwise.config import Devices, Layout, Plan, Precision, Task, parse, with_overrides
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.read import facts_of_plan, read_facts
+from shardwise.planner.accelerator import SET_NETWORK, accelerator
+from shardwise.planner.answer import Answer
+from shardwise.planner.cost import Job, Rate, cost_of
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
-from shardwise.planner.search import Answer, search
+from shardwise.planner.search import search
+from shardwise.planner.speeds import Speeds
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 
@@ -28,23 +33,32 @@ def plan(
     model: str | Path,
     *,
     task: Task = "full",
-    gpus: str = "cpu:1",
+    gpus: str | None = None,
+    instance: str | None = None,
+    num_instances: int = 1,
     memory_gib: float | None = None,
     layout: Layout | None = None,
     machine: Machine | None = None,
     overrides: Sequence[str] = (),
+    job: Job | None = None,
+    catalog_file: Path | None = None,
 ) -> Answer:
     """Find out whether a model needs sharding for a task, and how to shard it. Uses no torch.
 
     Args:
         model: directory with config.json, or that file (weights are not needed for planning).
         task: "full" fine-tuning, adapters alone ("lora"), or "serve".
-        gpus: devices, like "cpu:2" or "8xH100-80GB".
+        gpus: devices, like "cpu:2", "8xH100-80GB" or, nodes x devices, "2x8xH100-80GB". None:
+            those of `instance`, or "cpu:1".
+        instance: what is rented, like "aws:p5.48xlarge@us-east-1": devices, network and price.
+        num_instances: how many of them.
         memory_gib: memory of one device in GiB; None: the catalogue's, or an equal part of this
             machine's.
         layout: judge this layout (or that of `overrides`) instead of searching for one.
-        machine: measured speeds, for step times.
+        machine: measured speeds, for step times; None: the catalogue's, for an accelerator.
         overrides: plan values as "train.seq_len=256".
+        job: how much is to be trained, and at which price.
+        catalog_file: YAML that replaces facts of the catalogue.
 
     Returns:
         The verdict and, if there is a way, `chosen.plan`. Memory is in bytes, times in seconds.
@@ -53,23 +67,62 @@ def plan(
         UserError: the model, the devices or a value cannot be used, or weights are there but not
             whole.
     """
-    asked = base_plan(model, task, layout or Layout(), gpus, memory_gib)
+    catalog, job = load_catalog(catalog_file), job or Job()
+    price = None
+    if instance is not None:
+        price = _price(catalog, instance, num_instances, gpus)
+        devices = _rented(catalog, price, num_instances, memory_gib)
+        job = replace(job, rate=job.rate or Rate.of(price))
+    else:
+        devices = parse_devices("cpu:1" if gpus is None else gpus, memory_gib, catalog)
+    asked = base_plan(model, task, layout or Layout(), devices)
     asked = with_overrides(asked, overrides)
     facts = facts_of_plan(asked)
     fixed = layout is not None or asked.layout != Layout()  # `overrides` may set it too
-    answer = search(asked, facts, machine, fixed=fixed)
-    return replace(answer, notes=_weight_notes(Path(model), read_facts(model)))
+    speeds = machine or _catalog_speeds(asked, catalog)
+    unknown = price is not None and num_instances > 1 and asked.devices.network_gbit is None
+    if machine is None and unknown:  # what the catalogue has is of another machine
+        speeds = f"the network of {instance} is not known: {SET_NETWORK}"
+    answer = search(asked, facts, speeds, fixed=fixed)
+    chosen = answer.chosen
+    cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
+    notes = _weight_notes(Path(model), read_facts(model))
+    if cost is None and job != Job():
+        notes += ("hours and money are not told: they need a step time",)
+    return replace(answer, notes=notes, cost=cost)
+
+
+def _price(catalog: Catalog, instance: str, count: int, gpus: str | None) -> Price:
+    if gpus is not None:
+        raise UserError(f"--gpus {gpus} and --instance {instance} both name devices; give one.")
+    if count < 1:
+        raise UserError(f"--count {count}: give at least 1 instance.")
+    return find_price(catalog, instance)
+
+
+def _rented(catalog: Catalog, price: Price, count: int, memory_gib: float | None) -> Devices:
+    """The devices of some instances."""
+    devices = parse_devices(f"{count}x{price.count}x{price.device}", memory_gib, catalog)
+    return devices.model_copy(update={"network_gbit": price.network_gbit})
+
+
+def _catalog_speeds(plan: Plan, catalog: Catalog) -> Speeds | str | None:
+    """What the catalogue knows of a plan's devices; None: there is only the probe."""
+    if plan.devices.kind == "cpu":
+        return None
+    found = accelerator(plan.devices, catalog)
+    if isinstance(found, str):
+        return f"{found}, or run `shardwise probe --kind {plan.devices.kind}` on such a machine"
+    return found
 
 
 def base_plan(
-    model: str | Path,
-    task: str,
-    layout: Layout,
-    gpus: str | None = None,
-    memory_gib: float | None = None,
+    model: str | Path, task: str, layout: Layout, devices: Devices | str | None = None
 ) -> Plan:
     """A plan with the defaults of a kind of device: fp32 compute on cpu, bf16 elsewhere."""
-    devices = parse_devices(gpus, memory_gib) if gpus is not None else Devices()
+    if isinstance(devices, str):
+        devices = parse_devices(devices)
+    devices = devices or Devices()
     precision = Precision(compute="fp32" if devices.kind == "cpu" else "bf16")
     data = {"model": str(Path(model).resolve()), "task": task, "layout": layout}
     return parse(Plan, {**data, "devices": devices, "precision": precision}, source="plan")

@@ -77,13 +77,23 @@ def shardwise(
     epilog=_example(
         "shardwise plan ./SmolLM2-135M-Instruct --gpus cpu:2 --memory 2 --seq-len 160 "
         "--out plan.yaml",
-        "shardwise plan ./Llama-3.1-8B --gpus 8xH100-80GB --seq-len 8192",
+        "shardwise plan ./Llama-3.1-8B --gpus 2x8xH100-80GB --seq-len 8192 --global-batch 64",
+        "shardwise plan ./Llama-3.1-8B --instance aws:p5.48xlarge@us-east-1 --count 2 "
+        "--tokens 1.5B --top 3",
     )
 )
 def plan(
     model: Annotated[str, typer.Argument(help="Directory with config.json.")],
     task: Annotated[str, typer.Option(help="full fine-tuning, lora or serve.")] = "full",
-    gpus: Annotated[str, typer.Option(help="Devices, like cpu:2 or 8xH100-80GB.")] = "cpu:1",
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Devices: cpu:2, 8xH100-80GB, or nodes x devices, 2x8xH100-80GB."),
+    ] = None,
+    instance: Annotated[
+        str | None,
+        typer.Option(metavar="P:I@REGION", help="Rented ones: aws:p5.48xlarge@us-east-1."),
+    ] = None,
+    count: Annotated[int | None, typer.Option(help="How many instances; 1 by default.")] = None,
     memory: Annotated[
         float | None, typer.Option(help="Memory of one device in GiB, if not all of it.")
     ] = None,
@@ -98,23 +108,55 @@ def plan(
     cluster: Annotated[
         Path | None, typer.Option(help="Measured speeds, written by `shardwise probe`.")
     ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens to train, like 1.5B: gives hours and, priced, USD.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Or rows to train, each as long as --seq-len.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Times that rows are trained.")] = None,
+    price: Annotated[
+        float | None, typer.Option(help="USD of one device an hour. Default: the instance's.")
+    ] = None,
+    overhead: Annotated[
+        float, typer.Option(min=0, help="Time lost to restarts and idling, as a share.")
+    ] = 0.0,
+    catalog_file: Annotated[
+        Path | None,
+        typer.Option("--catalog", help="YAML that replaces facts: devices, prices, tables."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Show so many of the best layouts.")] = 1,
     set_: SetOption = None,
     out: Annotated[Path | None, typer.Option(help="Write the chosen plan here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Does it fit one device? What would make it fit? Which layout, and bytes per device by part.
+    """Does it fit one device? What would make it fit? Which layout, how fast, and at what price.
 
     Ends with exit code 1 if no layout over the given devices fits. Needs no GPU and no torch.
     """
     from shardwise import console
     from shardwise.api import plan as make_plan
+    from shardwise.planner.cost import Job, Rate, read_tokens
     from shardwise.planner.machine import load_machine
     from shardwise.planner.report import render, to_json
 
+    if tokens is not None and rows is not None:
+        raise UserError(f"--tokens {tokens} and --rows {rows} both say how much; give one.")
+    if epochs is not None and rows is None:
+        raise UserError(f"--epochs {epochs} is of --rows; say how many rows there are.")
+    if count is not None and instance is None:
+        raise UserError(f"--count {count} is of --instance; for devices write --gpus {count}x...")
+    job = Job(
+        tokens=None if tokens is None else read_tokens(tokens),
+        rows=rows,
+        rate=None if price is None else Rate.given(price),
+        overhead=overhead,
+    )
     shortcuts = {
         "train.seq_len": seq_len,
         "train.global_batch": global_batch,
         "train.micro_batch": micro_batch,
+        "train.epochs": epochs,
         "precision.compute": precision,
         "serve.context": context,
     }
@@ -123,15 +165,19 @@ def plan(
         model,
         task=task,  # type: ignore[arg-type]  # checked with the rest of the plan
         gpus=gpus,
+        instance=instance,
+        num_instances=1 if count is None else count,
         memory_gib=memory,
         layout=None if layout is None else _layout(layout),
         machine=load_machine(cluster) if cluster else None,
         overrides=[*given, *(set_ or [])],
+        job=job,
+        catalog_file=catalog_file,
     )
     if as_json:
-        typer.echo(json.dumps(to_json(answer), indent=2))
+        typer.echo(json.dumps(to_json(answer, top=top), indent=2))
     else:
-        console.out.print(render(answer))
+        console.out.print(render(answer, top=top))
     if answer.chosen is None:
         raise typer.Exit(1)
     if out is not None:
@@ -292,8 +338,27 @@ def devices(as_json: JsonOption = False) -> None:
         typer.echo(json.dumps(rows, indent=2))
         return
     for device in load_devices().values():
+        rate = "?" if device.bf16_tflops is None else f"{device.bf16_tflops:.0f}"
         typer.echo(
-            f"{device.name:<12} {device.usable_gib:7.2f} GiB  {device.source} ({device.date})"
+            f"{device.name:<12} {device.usable_gib:7.2f} GiB {rate:>5} bf16 TFLOP/s  "
+            f"{device.source} ({device.date})"
+        )
+
+
+@catalog.command("prices", epilog=_example("shardwise catalog prices"))
+def prices(as_json: JsonOption = False) -> None:
+    """List the instances that a plan can name, with price, date and source."""
+    from shardwise.catalog import load_catalog
+
+    rows = load_catalog().prices
+    if as_json:
+        typer.echo(json.dumps([row.model_dump() for row in rows], indent=2))
+        return
+    for row in rows:
+        name = f"{row.provider}:{row.instance}@{row.region}"
+        typer.echo(
+            f"{name:<42} {row.count}x{row.device:<11} {row.usd_per_hour:7.2f} USD an hour, "
+            f"{row.kind}; {row.date}; {row.source}"
         )
 
 

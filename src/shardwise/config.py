@@ -123,6 +123,22 @@ class Devices(Config):
         gt=0,
         description="memory of one device in GiB; None: on cpu an equal part of this machine's",
     )
+    per_node: int | None = Field(
+        default=None, ge=1, description="devices of a node; None: as the catalogue says"
+    )
+    network_gbit: float | None = Field(
+        default=None,
+        gt=0,
+        description="network of a whole node in Gb/s, one direction; None: as the catalogue says",
+    )
+
+    def node(self, usual: int) -> int:
+        """Devices of a node that are used, where a node has so many usually.
+
+        Equally many of each node: of 256 devices in racks of 72, 64.
+        """
+        most, count = self.per_node or usual, self.count or self.per_node or usual
+        return max(n for n in range(1, min(most, count) + 1) if count % n == 0)
 
 
 class Precision(Config):

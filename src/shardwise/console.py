@@ -18,3 +18,10 @@ def count(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f}"
+
+
+def seconds(number: float) -> str:
+    """Seconds with three digits: 12.3 s, 41.0 ms."""
+    if number >= 1:
+        return f"{number:.1f} s" if number < 1000 else f"{number:,.0f} s"
+    return f"{number * 1e3:.3g} ms"

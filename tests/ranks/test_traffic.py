@@ -27,7 +27,7 @@ def count_on_rank(
     from shardwise.config import Lora, Plan, Precision, Train
     from shardwise.models.read import facts_of_plan
     from shardwise.parallel.mesh import build_mesh
-    from shardwise.planner.timing import traffic
+    from shardwise.planner.traffic import traffic
     from shardwise.trainer.optim import make_optimizer
     from shardwise.trainer.step import train_step
     from shardwise.weights.load import load_model

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 import shardwise
 from shardwise.config import GIB
+from shardwise.planner.answer import Answer
+from shardwise.planner.cost import Job, Rate
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, Timing
-from shardwise.planner.report import to_json, verdict_text
-from shardwise.planner.search import Answer
+from shardwise.planner.report import render, to_json, verdict_text
 from tests.unit.test_facts import LLAMA_3_1_8B, SMOLLM2
 
 MACHINE = Machine(
@@ -218,3 +224,195 @@ def test_a_schedule_that_is_asked_for_is_kept_for_pipelines_only(smol: Path) -> 
     assert answer.chosen.plan.layout.pp == 1
     check_plan(answer.chosen.plan, answer.facts)
     assert any(name.startswith("pp=2") for name, _ in answer.rejected)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    return tmp_path
+
+
+def fast(model: Path, gpus: str | None, *overrides: str, **asked: Any) -> Answer:
+    settings = ["train.seq_len=4096", "train.global_batch=64", *overrides]
+    return shardwise.plan(model, gpus=gpus, overrides=settings, **asked)
+
+
+def test_accelerators_of_the_catalogue_have_speeds(llama: Path) -> None:
+    """And no layout that fits is faster than the chosen one by more than what counts as equal."""
+    answer = fast(llama, "2x8xH100-80GB")
+    assert answer.chosen is not None
+    assert answer.ranked[0].step is answer.chosen.step
+    times = [option.step_s or 0.0 for option in answer.ranked]
+    assert times[1:] == sorted(times[1:])
+    assert times[0] <= 1.03 * min(times)
+    predicted = answer.chosen.plan.predicted
+    assert predicted is not None
+    assert predicted.step_s == answer.chosen.step_s
+    assert "nine of ten" in predicted.step_evidence
+    assert "aiconfigurator" in predicted.step_evidence
+
+
+def test_json_holds_speed_traffic_and_cost(llama: Path) -> None:
+    job = Job(tokens=1e9, rate=Rate.given(2.5), overhead=0.1)
+    answer = fast(llama, "2x8xH100-80GB", job=job)
+    data = json.loads(json.dumps(to_json(answer, top=3)))
+    time, cost = data["time"], data["cost"]
+    parts = ("compute_s", "memory_s", "host_s", "idle_s", "exposed_s")
+    assert time["step_s"] == pytest.approx(sum(time[part] for part in parts))
+    assert time["tokens_per_s_per_device"] == pytest.approx(64 * 4096 / 16 / time["step_s"])
+    assert 0.2 < time["mfu"] < 0.7
+    assert data["traffic"]
+    for line in data["traffic"]:
+        assert {"group", "op", "bytes_per_step", "link", "time_s", "exposed_s"} <= set(line)
+        assert 0 <= line["exposed_s"] <= line["time_s"]
+    exposed = sum(line["exposed_s"] for line in data["traffic"])
+    assert exposed == pytest.approx(time["exposed_s"])
+    hours = 1e9 / 64 / 4096 * time["step_s"] * 1.1 / 3600
+    assert cost["hours"] == pytest.approx(hours)
+    assert cost["usd"] == pytest.approx(hours * 16 * 2.5)
+    assert cost["usd_per_million_tokens"] == pytest.approx(cost["usd"] / 1000)
+    assert cost["price"]["source"] == "given by you"
+    assert len(data["ranked"]) == 3
+    assert data["ranked"][0]["step_s"] == time["step_s"]
+    assert "published runs" in data["evidence"]["time"]
+
+
+def test_what_is_rented_has_devices_a_network_and_a_price(llama: Path) -> None:
+    answer = fast(llama, None, instance="aws:p4de.24xlarge@ap-southeast-1", num_instances=2)
+    assert answer.chosen is not None
+    devices = answer.chosen.plan.devices
+    assert (devices.kind, devices.count, devices.per_node) == ("A100-80GB", 16, 8)
+    assert devices.network_gbit == 400.0
+    assert answer.cost is not None
+    assert answer.cost.rate is not None
+    assert "ap-southeast-1" in answer.cost.rate.what
+    cheaper = fast(
+        llama,
+        None,
+        instance="aws:p4de.24xlarge@ap-southeast-1",
+        job=Job(rate=Rate.given(1.0)),
+    )
+    assert cheaper.cost is not None
+    assert cheaper.cost.rate is not None
+    assert cheaper.cost.rate.usd_per_device_hour == 1.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"gpus": "cpu:2", "instance": "aws:p5.48xlarge@us-east-1"}, "both name devices"),
+        ({"gpus": None, "instance": "aws:p5.48xlarge@us-east-1", "num_instances": 0}, "at least 1"),
+        ({"gpus": None, "instance": "aws:nothing@us-east-1"}, "no on-demand price"),
+        ({"gpus": "8xH100-80GB", "catalog_file": Path("none.yaml")}, "cannot read"),
+    ],
+)
+def test_what_cannot_be_rented(llama: Path, asked: dict[str, Any], reason: str) -> None:
+    with pytest.raises(shardwise.UserError, match=reason) as caught:
+        fast(llama, **asked)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_network_that_nobody_told_is_not_guessed(llama: Path) -> None:
+    """Of rented machines, and of nodes of another size than the catalogue's."""
+    rented: dict[str, Any] = {"gpus": None, "instance": "lambda:gpu_8x_h100_sxm5@US"}
+    assert fast(llama, **rented).ranked[0].step_s is not None
+    for asked in ({**rented, "num_instances": 2}, {"gpus": "4x2xH100-80GB"}):
+        answer = fast(llama, **asked)
+        assert answer.chosen is not None
+        assert answer.chosen.step_s is None
+        assert answer.chosen.plan.predicted is not None
+        assert "devices.network_gbit" in answer.chosen.plan.predicted.step_evidence
+    told = shardwise.plan(
+        llama,
+        **rented,
+        num_instances=2,
+        overrides=["train.seq_len=4096", "train.global_batch=64", "devices.network_gbit=1600.0"],
+    )
+    assert told.chosen is not None
+    assert told.chosen.step_s is not None
+
+
+def test_what_is_not_calibrated_is_to_be_probed(llama: Path) -> None:
+    answer = fast(llama, "8xMI300X")
+    assert answer.chosen is not None
+    assert answer.chosen.step_s is None
+    assert to_json(answer)["time"]["mfu"] is None
+    assert answer.chosen.plan.predicted is not None
+    assert "shardwise probe --kind MI300X" in answer.chosen.plan.predicted.step_evidence
+
+
+def test_money_that_cannot_be_told_is_not_left_out_in_silence(smol: Path, llama: Path) -> None:
+    job = Job(tokens=1e9, rate=Rate.given(2.5))
+    for answer in (
+        shardwise.plan(smol, gpus="cpu:2", job=job),
+        fast(llama, "8xMI300X", job=job),
+        shardwise.plan(llama, task="serve", gpus="8xH100-80GB", job=job),
+    ):
+        assert answer.cost is None
+        assert any("they need a step time" in note for note in answer.notes)
+    assert not any("hours" in note for note in fast(llama, "8xH100-80GB", job=job).notes)
+    assert not any("hours" in note for note in fast(llama, "8xMI300X").notes)
+
+
+def test_the_number_that_killed_an_option_is_told(llama: Path) -> None:
+    """Tensor parallelism over two nodes, on a slow network."""
+    answer = fast(llama, "2x8xH100-80GB", "devices.network_gbit=100.0")
+    reasons = dict(answer.rejected)
+    across = next(reason for name, reason in reasons.items() if name.startswith("tp=16"))
+    assert "tp=16 crosses nodes" in across
+    assert "100 Gb/s network" in across
+    assert answer.chosen is not None
+    assert answer.chosen.plan.layout.tp < 16
+
+
+def num_axes(layout: shardwise.Layout) -> int:
+    return sum(getattr(layout, axis) > 1 for axis in ("dp", "fsdp", "tp", "pp", "cp"))
+
+
+def test_a_step_that_is_as_good_is_left_for_a_simpler_layout(llama: Path) -> None:
+    """The error of a step time is larger than three percent, and fewer axes are easier to run."""
+    num_even = 0
+    for nodes, seq_len in ((1, 8192), (2, 4096), (4, 4096), (4, 8192)):
+        answer = fast(llama, f"{nodes}x8xH100-80GB", f"train.seq_len={seq_len}")
+        chosen, *others = answer.ranked
+        even = [
+            o for o in others if (o.step_s or 0.0) <= 1.03 * min(o.step_s or 0.0 for o in others)
+        ]
+        even = [o for o in even if (o.step_s or 0.0) <= (chosen.step_s or 0.0)]
+        num_even += len(even)
+        for option in even:
+            assert num_axes(option.plan.layout) >= num_axes(chosen.plan.layout)
+    assert num_even
+
+
+def test_405b_on_16384_devices_is_answered_while_you_wait(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_1_8B, **sizes}))
+    begin = time.perf_counter()
+    answer = fast(tmp_path, "16384xH100-80GB", "train.global_batch=2048")
+    assert time.perf_counter() - begin < 20  # two seconds on two quiet cores
+    assert answer.chosen is not None
+    assert answer.chosen.step_s is not None
+    assert len(answer.rejected) > 1000
+
+
+def test_the_page_has_the_managers_numbers_at_its_top(llama: Path) -> None:
+    job = Job(tokens=1e9, rate=Rate.given(2.5))
+    console = Console(width=400, file=io.StringIO(), record=True)
+    console.print(render(fast(llama, "2x8xH100-80GB", job=job), top=3))
+    lines = console.export_text().splitlines()
+    assert "Sharded over 16 devices" in lines[1]
+    assert re.search(
+        r"A step takes [\d.]+ s: [\d,]+ tokens a second and device, \d+% MFU", lines[2]
+    )
+    assert re.search(r"1\.0 B tokens take [\d.]+ hours and [\d,.]+ USD", lines[3])
+    assert "A million tokens cost" in lines[4]
+    text = "\n".join(lines)
+    assert "the best 3:" in text
+    assert re.search(r"fsdp +3200 Gb/s network +[\d.]+ GiB", text)
+    assert "restarts and idling: 0% of the time" in text

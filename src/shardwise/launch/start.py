@@ -35,11 +35,11 @@ from shardwise.launch.rundir import (
 )
 from shardwise.models.adapters import base_of, directory_with
 from shardwise.models.read import TOKENIZER_FILE, facts_of_plan, read_facts
+from shardwise.planner.answer import MEMORY_EVIDENCE
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
 from shardwise.planner.memory import predict_memory, stage_bytes
-from shardwise.planner.search import MEMORY_EVIDENCE
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 

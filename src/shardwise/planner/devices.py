@@ -1,4 +1,4 @@
-"""`cpu:2`, `8xH100-80GB` -> Devices: what they hold and how much of it a process may use."""
+"""`cpu:2`, `8xH100-80GB`, `2x8xH100-80GB` -> Devices: what they hold, and in which nodes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import os
 import re
 from pathlib import Path
 
-from shardwise.catalog import load_devices
+from shardwise.catalog import Catalog, load_catalog
 from shardwise.config import GIB, Devices, parse
 from shardwise.errors import UserError
 
 _CPU = re.compile(r"cpu(?::(\d+))?$")
-_GPUS = re.compile(r"(?:(\d+)x)?([A-Za-z0-9].*)$")
+_GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z0-9].*)$")
 
 
-def parse_devices(text: str, memory_gib: float | None = None) -> Devices:
-    """Devices of a text like `cpu:2` or `8xH100-80GB`.
+def parse_devices(
+    text: str, memory_gib: float | None = None, catalog: Catalog | None = None
+) -> Devices:
+    """Devices of a text like `cpu:2`, `8xH100-80GB`, or nodes x devices: `2x8xH100-80GB`.
 
     Args:
         memory_gib: memory of one device in GiB; None: the catalogue's, or an equal part of what
             this machine (or its container) has.
+        catalog: None: the one of the package.
 
     Raises:
         UserError: the text names no device of the catalogue.
@@ -30,15 +33,21 @@ def parse_devices(text: str, memory_gib: float | None = None) -> Devices:
             raise UserError(f"--gpus {text!r} names no device; give at least cpu:1.")
         gib = host_gib() / count if memory_gib is None else memory_gib
         return parse(Devices, {"kind": "cpu", "count": count, "memory_gib": gib}, source=text)
-    known = load_devices()
+    known = (catalog or load_catalog()).devices
     match = _GPUS.match(text)
-    if match is None or match[2] not in known or match[1] == "0":
+    if match is None or match[3] not in known or "0" in (match[1], match[2]):
         raise UserError(
-            f"--gpus {text!r}: expected cpu:N or NxNAME with one of {', '.join(sorted(known))}."
+            f"--gpus {text!r}: expected cpu:N, NxNAME or NODESxNxNAME with one of "
+            f"{', '.join(sorted(known))}."
         )
-    device = known[match[2]]
-    gib = device.usable_gib if memory_gib is None else memory_gib
-    found = {"kind": device.name, "count": int(match[1] or 1), "memory_gib": gib}
+    device = known[match[3]]
+    nodes, per_node = (match[1], match[2]) if match[2] else ("1", match[1] or "1")
+    found = {
+        "kind": device.name,
+        "count": int(nodes) * int(per_node),
+        "memory_gib": device.usable_gib if memory_gib is None else memory_gib,
+        "per_node": int(per_node) if match[2] else None,
+    }
     return parse(Devices, found, source=text)
 
 

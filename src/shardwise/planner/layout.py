@@ -48,9 +48,9 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
         return f"{unproved[0]} is not proved for {facts.model_type}; proved for it: {proved}"
     if layout.tp == 1:
         return None
-    sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
     for what, number in _split_by_tp(facts).items():
         if not _splits(number, layout.tp, repeat=what == KV):
+            sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
             return (
                 f"tp={layout.tp} does not divide the model's {number} {what}; "
                 f"tp sizes that work: {sizes}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import math
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +10,9 @@ from pydantic import Field
 
 from shardwise.config import Config, parse, read_yaml
 from shardwise.errors import UserError
-
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "all_to_all"]
+from shardwise.planner.interpolate import at
+from shardwise.planner.network import Group, Op
+from shardwise.planner.speeds import Dtype
 
 
 class Timing(Config):
@@ -36,20 +35,53 @@ class Machine(Config):
     """bytes per second that one process reads and writes in an element-wise operation"""
     collectives: list[Timing]
 
-    def collective_s(self, op: Op, num_bytes: float) -> float:
+    @property
+    def overlaps(self) -> bool:
+        """On gloo nothing does."""
+        return False
+
+    @property
+    def host_s(self) -> float:
+        """Part of what was measured."""
+        return 0.0
+
+    @property
+    def node(self) -> int | None:
+        """All processes of a probe are on one machine."""
+        return None
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Not known."""
+        return None
+
+    @property
+    def evidence(self) -> str:
+        """When it was measured, and the largest error seen so far."""
+        return f"analytic on speeds measured {self.date}, within 40% so far on CPU"
+
+    def matmul_s(self, m: float, n: int, k: int, dtype: Dtype) -> float:
+        """Seconds of a product of (m, k) and (k, n), at the one rate measured."""
+        return 2 * m * n * k / self.matmul_flops[dtype]
+
+    def attention_s(self, flops: float, dtype: Dtype) -> float:
+        """Seconds of so many operations of attention, at the same rate."""
+        return flops / self.matmul_flops[dtype]
+
+    def memory_s(self, num_bytes: float) -> float:
+        """Seconds to read or write so many bytes."""
+        return num_bytes / self.memory_bytes_per_s
+
+    def link(self, group: Group) -> str:
+        """There is one."""
+        return "this machine"
+
+    def collective_s(self, op: Op, num_bytes: float, group: Group | None = None) -> float:
         """Seconds of a collective, interpolated between measured sizes on a log scale."""
         rows = sorted((t.num_bytes, t.seconds) for t in self.collectives if t.op == op)
         if not rows:
             raise UserError(f"the probe file has no timing of {op}; run `shardwise probe` again.")
-        sizes = [size for size, _ in rows]
-        if num_bytes <= sizes[0]:
-            return rows[0][1]
-        if num_bytes >= sizes[-1] or len(rows) == 1:
-            return rows[-1][1] * num_bytes / sizes[-1]
-        i = bisect.bisect_right(sizes, num_bytes)
-        (size0, s0), (size1, s1) = rows[i - 1], rows[i]
-        share = math.log(num_bytes / size0) / math.log(size1 / size0)
-        return math.exp(math.log(s0) + share * math.log(s1 / s0))
+        return at(rows, num_bytes)
 
     def to_yaml(self) -> str:
         """The measurements as YAML text."""

@@ -22,6 +22,7 @@ from shardwise.planner.activations import (
     masked_bytes_per_token,
     selective_bytes_per_token,
 )
+from shardwise.planner.remember import per_model
 from shardwise.planner.stages import StageSpec, passes_under_way, stages_of, worst_ranks
 
 LOSS_CHUNK_TOKENS = 256
@@ -147,7 +148,12 @@ def layer_counts(
     """How many layers of each kind some stages have; None: the whole model."""
     if stages is None:
         return Counter(facts.layers)
-    return Counter(facts.layers[number] for stage in stages for number in stage.layers)
+    return _layer_counts(facts, *(stage.layers for stage in stages))
+
+
+@per_model
+def _layer_counts(facts: ModelFacts, *layers: range) -> Counter[LayerKind]:
+    return Counter(facts.layers[number] for numbers in layers for number in numbers)
 
 
 def recomputed_layers(
@@ -157,7 +163,7 @@ def recomputed_layers(
     if plan.train.checkpointing == "none":
         return Counter()
     every = plan.train.checkpoint_every
-    return Counter(facts.layers[n] for stage in stages for n in stage.layers[::every])
+    return _layer_counts(facts, *(stage.layers[::every] for stage in stages))
 
 
 def _masks(plan: Plan, facts: ModelFacts, passes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,12 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config import GIB, Memory
-from shardwise.console import count, gib
+from shardwise.console import count, gib, seconds
+from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, suggest
+from shardwise.planner.cost import Cost
 from shardwise.planner.memory import state_bytes
-from shardwise.planner.search import MEMORY_EVIDENCE, Answer, Option, suggest
-from shardwise.planner.timing import traffic
+from shardwise.planner.timing import StepTime
+from shardwise.planner.traffic import traffic
 
 _REJECTED_PER_REASON = 3
+_NUMBERS = re.compile(r"[\d.,]+")
 _TASKS = {"full": "full fine-tuning", "lora": "fine-tuning of adapters", "serve": "serving"}
 _PARTS = {
     "weights": "weights",
@@ -57,8 +61,12 @@ def verdict_text(answer: Answer) -> str:
     return text
 
 
-def render(answer: Answer) -> RenderableType:
-    """The terminal page: verdict first, numbers below."""
+def render(answer: Answer, *, top: int = 1) -> RenderableType:
+    """The terminal page: verdict, speed and money first, numbers below.
+
+    Args:
+        top: layouts to compare in a table; 1: none.
+    """
     facts, asked = answer.facts, answer.single.plan
     what = _TASKS[asked.task]
     title = Text.assemble(
@@ -67,7 +75,9 @@ def render(answer: Answer) -> RenderableType:
         f"{facts.num_layers} layers, {facts.num_heads} heads, {facts.num_kv_heads} KV heads",
         f", {count(facts.num_trained_parameters)} of them in adapters" if facts.adapters else "",
     )
-    parts: list[RenderableType] = [title, Text(verdict_text(answer), style="bold"), Text()]
+    parts: list[RenderableType] = [title, Text(verdict_text(answer), style="bold")]
+    parts += [Text(line, style="bold") for line in _headline(answer)]
+    parts.append(Text())
     if asked.trains:
         note = f"weights, gradients and moments alone take {gib(state_bytes(asked, facts))}"
         if facts.adapters is None:
@@ -78,14 +88,18 @@ def render(answer: Answer) -> RenderableType:
     if answer.levers:
         parts += [Text("on one device, would a cheaper setting do?"), _levers(answer)]
     if answer.chosen is not None:
-        parts.append(_speed(answer.chosen))
+        parts.append(_speed(answer.chosen, answer))
+    if answer.cost is not None:
+        parts.append(_cost_text(answer.cost))
+    if top > 1 and len(answer.ranked) > 1:
+        parts += [Text(f"the best {min(top, len(answer.ranked))}:"), _ranked(answer, top)]
     if answer.rejected:
         parts += [Text("not chosen:"), _rejected(answer)]
     return Group(*parts)
 
 
-def to_json(answer: Answer) -> dict[str, Any]:
-    """The answer as plain data."""
+def to_json(answer: Answer, *, top: int = 1) -> dict[str, Any]:
+    """The answer as plain data; `top` layouts are listed under `ranked`."""
     chosen = answer.chosen
     shown = chosen or answer.single
     predicted = shown.plan.predicted
@@ -99,8 +113,10 @@ def to_json(answer: Answer) -> dict[str, Any]:
             "one_device": _gib_parts(answer.single.memory),
             "capacity": capacity,
         },
-        "time": {"step_s": shown.step_s},
+        "time": _time(shown, answer),
         "traffic": _traffic(shown, answer),
+        "cost": _cost(answer.cost),
+        "ranked": [_summary(option, answer) for option in answer.ranked[:top]],
         "levers": [{"option": o.name, "total": _gib(o.memory.total)} for o in answer.levers],
         "rejected": [{"option": name, "reason": reason} for name, reason in answer.rejected],
         "evidence": {
@@ -114,13 +130,126 @@ def to_json(answer: Answer) -> dict[str, Any]:
     }
 
 
+def _time(option: Option, answer: Answer) -> dict[str, Any]:
+    step = option.step
+    parts = {} if step is None else _parts(step)
+    return {
+        "step_s": option.step_s,
+        "tokens_per_s_per_device": option.tokens_per_s_per_device,
+        "mfu": option.mfu(answer.facts, answer.peak_flops),
+        **{f"{name}_s": value for name, value in parts.items()},
+    }
+
+
+def _parts(step: StepTime) -> dict[str, float]:
+    return {
+        "compute": step.compute_s,
+        "memory": step.memory_s,
+        "host": step.host_s,
+        "idle": step.idle_s,
+        "exposed": step.collectives_s,
+    }
+
+
 def _traffic(option: Option, answer: Answer) -> list[dict[str, Any]]:
     if option.plan.task == "serve":
         return []
+    if option.step is None:
+        return [
+            {"group": line.axis, "op": line.op, "bytes_per_step": line.bytes_per_step}
+            for line in traffic(option.plan, answer.facts)
+        ]
     return [
-        {"group": line.axis, "op": line.op, "bytes_per_step": line.bytes_per_step}
-        for line in traffic(option.plan, answer.facts)
+        {
+            "group": timed.line.axis,
+            "op": timed.line.op,
+            "bytes_per_step": timed.line.bytes_per_step,
+            "link": timed.link,
+            "crosses_nodes": timed.group.crosses,
+            "time_s": timed.time_s,
+            "exposed_s": timed.exposed_s,
+        }
+        for timed in option.step.lines
     ]
+
+
+def _cost(cost: Cost | None) -> dict[str, Any]:
+    if cost is None:
+        return {"hours": None, "usd": None, "usd_per_million_tokens": None}
+    rate = cost.rate
+    return {
+        "hours": cost.hours,
+        "usd": cost.usd,
+        "usd_per_million_tokens": cost.usd_per_million_tokens,
+        "tokens": cost.tokens,
+        "overhead": cost.overhead,
+        "price": None
+        if rate is None
+        else {
+            "usd_per_device_hour": rate.usd_per_device_hour,
+            "what": rate.what,
+            "date": rate.date,
+            "source": rate.source,
+        },
+    }
+
+
+def _summary(option: Option, answer: Answer) -> dict[str, Any]:
+    return {
+        "option": option.name,
+        "layout": option.plan.layout.model_dump(),
+        "total": _gib(option.memory.total),
+        "step_s": option.step_s,
+        "tokens_per_s_per_device": option.tokens_per_s_per_device,
+        "mfu": option.mfu(answer.facts, answer.peak_flops),
+    }
+
+
+def _headline(answer: Answer) -> list[str]:
+    """Speed and money in a sentence each, as far as they are known."""
+    chosen, lines = answer.chosen, []
+    if chosen is not None and chosen.tokens_per_s_per_device is not None:
+        text = f"A step takes {seconds(chosen.step_s or 0.0)}: "
+        text += f"{chosen.tokens_per_s_per_device:,.0f} tokens a second and device"
+        mfu = chosen.mfu(answer.facts, answer.peak_flops)
+        lines.append(f"{text}, {100 * mfu:.0f}% MFU." if mfu is not None else f"{text}.")
+    cost = answer.cost
+    if cost is not None:
+        money = "" if cost.usd is None else f" and {cost.usd:,.2f} USD"
+        if cost.hours is not None and cost.tokens is not None:
+            lines.append(f"{count(cost.tokens)} tokens take {cost.hours:,.1f} hours{money}.")
+        if cost.usd_per_million_tokens is not None:
+            lines.append(f"A million tokens cost {cost.usd_per_million_tokens:.3g} USD.")
+    return lines
+
+
+def _cost_text(cost: Cost) -> Text:
+    """What hours and money rest on."""
+    overhead = f"restarts and idling: {100 * cost.overhead:.0f}% of the time (--overhead)"
+    if cost.rate is None:
+        return Text(f"{overhead}; no price (--price, --instance)\n", style="dim")
+    rate = cost.rate
+    return Text(f"price: {rate.what} ({rate.source}, {rate.date}); {overhead}\n", style="dim")
+
+
+def _ranked(answer: Answer, top: int) -> RenderableType:
+    """The best layouts side by side."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("layout", "GiB", "step", "tokens/s/device", "MFU", "exposed", "idle"):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    for option in answer.ranked[:top]:
+        step, tokens = option.step, option.tokens_per_s_per_device
+        mfu = option.mfu(answer.facts, answer.peak_flops)
+        table.add_row(
+            option.name,
+            f"{option.memory.total / GIB:.1f}",
+            "-" if step is None else seconds(step.total_s),
+            "-" if tokens is None else f"{tokens:,.0f}",
+            "-" if mfu is None else f"{100 * mfu:.0f}%",
+            "-" if step is None else seconds(step.collectives_s),
+            "-" if step is None else seconds(step.idle_s),
+        )
+    return Padding(table, (0, 0, 1, 2))
 
 
 def _memory_table(answer: Answer) -> RenderableType:
@@ -154,7 +283,7 @@ def _rejected(answer: Answer) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     kinds: dict[str, int] = {}  # of each kind of reason only the best few
     for name, reason in answer.rejected:
-        kind = reason.split()[0]
+        kind = " ".join(_NUMBERS.sub("", reason).split()[:2])
         kinds[kind] = kinds.get(kind, 0) + 1
         if kinds[kind] <= _REJECTED_PER_REASON:
             table.add_row(name, reason)
@@ -164,17 +293,45 @@ def _rejected(answer: Answer) -> RenderableType:
     return Padding(table, (0, 0, 1, 2))
 
 
-def _speed(option: Option) -> Text:
+def _speed(option: Option, answer: Answer) -> RenderableType:
+    """Where the time of a step goes."""
     predicted = option.plan.predicted
     if option.plan.task == "serve" or predicted is None:
         return Text()
-    if option.step_s is None:
+    if option.step is None:
         return Text(f"step time: unknown, {predicted.step_evidence}\n", style="dim")
-    moved = gib(option.traffic_bytes)
-    return Text(
-        f"step time: {option.step_s:.1f} s ({predicted.step_evidence}); "
-        f"a rank moves {moved} a step\n"
-    )
+    step, moved = option.step, gib(option.traffic_bytes)
+    parts = {name: value for name, value in _parts(step).items() if value >= 5e-4 * step.total_s}
+    shares = ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())
+    rows: list[RenderableType] = [
+        Text(f"step time: {seconds(step.total_s)} = {shares}; a rank moves {moved} a step"),
+    ]
+    if step.lines:
+        rows.append(_groups(step))
+    convention = ""
+    if option.mfu(answer.facts, answer.peak_flops) is not None:
+        convention = "MFU: 6 FLOPs a trained parameter and token (4 a frozen one) plus causal "
+        convention += "attention, nothing counted "
+        convention += "twice, of the dense bf16 peak. "
+    rows.append(Text(f"{convention}{predicted.step_evidence}\n", style="dim"))
+    return Group(*rows)
+
+
+def _groups(step: StepTime) -> RenderableType:
+    """Each group of ranks: bytes, link, and how much of its time shows."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("group", "link", "bytes a step", "time", "of it exposed"):
+        table.add_column(name, justify="left" if name in ("group", "link") else "right")
+    for axis, exposed in step.exposed_by_axis().items():
+        lines = [timed for timed in step.lines if timed.line.axis == axis]
+        table.add_row(
+            axis,
+            lines[0].link,
+            gib(sum(timed.line.bytes_per_step for timed in lines)),
+            seconds(sum(timed.time_s for timed in lines)),
+            seconds(exposed),
+        )
+    return Padding(table, (0, 0, 0, 2))
 
 
 def _gib(num_bytes: float) -> float:

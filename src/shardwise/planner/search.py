@@ -2,82 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from shardwise.config import GIB, Layout, Memory, Plan, Precision, Prediction
+from shardwise.config import GIB, Layout, Plan, Precision, Prediction
 from shardwise.models.facts import ModelFacts
-from shardwise.planner.layout import (
-    check_plan,
-    legal_layouts,
-    legal_tp_sizes,
-    why_illegal,
-    why_too_few_rows,
-)
-from shardwise.planner.machine import Machine
+from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, Verdict
+from shardwise.planner.layout import check_plan, legal_layouts, why_illegal, why_too_few_rows
 from shardwise.planner.memory import predict_memory, stage_bytes
+from shardwise.planner.ranking import MODES, by_cost, ranked_options, why_slower
+from shardwise.planner.speeds import Speeds
 from shardwise.planner.stages import DEFAULT_SCHEDULE, slowdown, why_not_scheduled
-from shardwise.planner.timing import step_time, traffic
+from shardwise.planner.timing import StepTimer
+from shardwise.planner.traffic import traffic
 
-Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
-_MODES = ["none", "selective", "full"]
-"""of recomputation, each cheaper in memory and dearer in time than the one before"""
 _LEAST_CONTEXT = 2048
 """tokens of a sequence that a rank keeps where context parallelism is proposed; fewer on request
 only: gathering keys and values would be most of the work"""
-MEMORY_EVIDENCE = "analytic, within 8% of measured runs on CPU; not measured on accelerators"
+_HOPELESS = 1.2
+"""times the memory that there is: nothing that keeps more than the least needs a sixth less"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
-    """One way to run the task, with what it needs."""
+class Clock:
+    """What times the options of a search, or the reason why nothing does."""
 
-    name: str
-    plan: Plan
-    memory: Memory
-    step_s: float | None
-    traffic_bytes: int
-    slowdown: float
-    """how much longer a pipeline takes than its ranks' share of the work; 1 without one"""
-    capacity: float
-    """bytes of one device"""
+    timer: StepTimer | None = None
+    why_none: str | None = None
 
-    @property
-    def fits(self) -> bool:
-        """Whether the worst rank stays within the device's memory."""
-        return self.memory.total <= self.capacity
+    @classmethod
+    def of(cls, facts: ModelFacts, speeds: Speeds | str | None) -> Clock:
+        """For a model on a machine."""
+        if speeds is None or isinstance(speeds, str):
+            return cls(why_none=speeds)
+        return cls(timer=StepTimer(facts, speeds))
 
     @property
-    def shortfall(self) -> str:
-        """The number that rules this option out."""
-        return (
-            f"needs {self.memory.total / GIB:.2f} GiB a device, "
-            f"a device has {self.capacity / GIB:.2f} GiB"
-        )
+    def speeds(self) -> Speeds | None:
+        """Of the machine."""
+        return None if self.timer is None else self.timer.speeds
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The planner's answer."""
-
-    facts: ModelFacts
-    verdict: Verdict
-    chosen: Option | None
-    single: Option
-    """the task on one device, as asked for"""
-    levers: list[Option] = field(default_factory=list)
-    """one device again, with cheaper settings"""
-    rejected: list[tuple[str, str]] = field(default_factory=list)
-    """option, and the reason why it lost"""
-    notes: tuple[str, ...] = ()
-    """what the user should know of the model's files"""
-
-
-def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: bool) -> Answer:
+def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed: bool) -> Answer:
     """Find the best way to run a plan's task on its devices.
 
     Args:
         plan: the task, settings and devices; its layout counts only if `fixed`.
+        speeds: of the devices; a text: the reason why they are not known.
         fixed: keep the layout and the micro-batch as they are and only judge them.
 
     Raises:
@@ -85,23 +55,31 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
     """
     checked = check_plan(plan if fixed else _with(plan, Layout()), facts)
     plan = _train(plan, seq_len=checked.train.seq_len)
-    single = _option("one device, as asked", _with(plan, Layout()), facts, machine)
+    clock = Clock.of(facts, speeds)
+    peak = None if clock.speeds is None else clock.speeds.peak_flops
+    single = _option("one device, as asked", _with(plan, Layout()), facts, clock)
     if single.fits and not fixed and _count(plan) == 1:
-        return Answer(facts=facts, verdict="fits_one_device", chosen=single, single=single)
-    levers = [] if single.fits else _levers(plan, facts, machine)
-    options, rejected = _sharded(plan, facts, machine, fixed=fixed)
+        return Answer(
+            facts=facts,
+            verdict="fits_one_device",
+            chosen=single,
+            single=single,
+            ranked=[single],
+            peak_flops=peak,
+        )
+    levers = [] if single.fits else _levers(plan, facts, clock)
+    options, illegal = _sharded(plan, facts, clock, fixed=fixed)
     fitting = [option for option in options if option.fits]
     too_large = sorted((o for o in options if not o.fits), key=lambda o: o.memory.total)
-    rejected += [(option.name, option.shortfall) for option in too_large]
     if single.fits and not fixed:
         fitting.append(single)
     one_device = [lever for lever in levers if lever.fits]
     if not fitting and not fixed:  # the task as asked, sharded, before cheaper settings on one
         fitting = one_device[:1]
-    chosen = min(fitting, key=_cost) if fitting else None
-    if chosen is not None:
-        others = sorted((o for o in fitting if o is not chosen), key=_cost)
-        rejected += [(option.name, _why_slower(option, chosen)) for option in others]
+    fitting = ranked_options(fitting)
+    chosen = fitting[0] if fitting else None
+    rejected = [(o.name, why_slower(o, chosen)) for o in fitting[1:] if chosen is not None]
+    rejected += [(option.name, option.shortfall) for option in too_large] + illegal
     return Answer(
         facts=facts,
         verdict=_verdict(single, one_device, chosen),
@@ -109,6 +87,8 @@ def search(plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: boo
         single=single,
         levers=levers,
         rejected=rejected,
+        ranked=fitting,
+        peak_flops=peak,
     )
 
 
@@ -131,7 +111,7 @@ def _verdict(single: Option, one_device: list[Option], chosen: Option | None) ->
 
 
 def _sharded(
-    plan: Plan, facts: ModelFacts, machine: Machine | None, *, fixed: bool
+    plan: Plan, facts: ModelFacts, clock: Clock, *, fixed: bool
 ) -> tuple[list[Option], list[tuple[str, str]]]:
     """Every legal layout over all devices, at its best micro-batch; and the illegal ones."""
     count = _count(plan)
@@ -152,11 +132,30 @@ def _sharded(
         if reason is not None:
             illegal.append((str(layout), reason))
             continue
-        shaped = [_option(_name(shape), shape, facts, machine) for shape in shapes]
-        options.append(
-            min(shaped, key=lambda o: (not o.fits, _cost(o) if o.fits else o.memory.total))
-        )
+        options.append(_best_shape(shapes, facts, clock))
     return options, illegal
+
+
+def _best_shape(shapes: list[Plan], facts: ModelFacts, clock: Clock) -> Option:
+    """The best of a layout's shapes, without judging all of them.
+
+    The last one, which keeps least, is judged first: where it needs much more than there is, so do
+    the others. And where a shape fits, one that only recomputes more is slower.
+    """
+    least = _option(_name(shapes[-1]), shapes[-1], facts, clock)
+    if least.memory.total > _HOPELESS * least.capacity:
+        return least
+    fitting: dict[int, Option] = {}  # by micro-batch
+    judged = []
+    for shape in shapes[:-1]:
+        if shape.train.micro_batch not in fitting:
+            option = _option(_name(shape), shape, facts, clock)
+            judged.append(option)
+            if option.fits:
+                fitting[shape.train.micro_batch] = option
+    if shapes[-1].train.micro_batch not in fitting:
+        judged.append(least)
+    return min(judged, key=lambda o: (not o.fits, by_cost(o) if o.fits else o.memory.total))
 
 
 def _shapes(plan: Plan, facts: ModelFacts, *, fixed: bool) -> list[Plan]:
@@ -164,7 +163,7 @@ def _shapes(plan: Plan, facts: ModelFacts, *, fixed: bool) -> list[Plan]:
     if fixed or plan.task == "serve":
         return [plan]
     sizes = [n for n in range(plan.train.micro_batch, 0, -1) if plan.train.micro_batch % n == 0]
-    modes = _MODES[_MODES.index(plan.train.checkpointing) :]
+    modes = MODES[MODES.index(plan.train.checkpointing) :]
     shapes = [_train(plan, micro_batch=n, checkpointing=mode) for mode in modes for n in sizes]
     # a larger micro-batch makes fewer of them, perhaps too few for the pipeline
     return [shape for shape in shapes if why_not_scheduled(shape, facts) is None]
@@ -182,12 +181,12 @@ def _illegal(plan: Plan, facts: ModelFacts, count: int) -> list[tuple[str, str]]
     return found
 
 
-def _levers(plan: Plan, facts: ModelFacts, machine: Machine | None) -> list[Option]:
+def _levers(plan: Plan, facts: ModelFacts, clock: Clock) -> list[Option]:
     """The task on one device with cheaper settings, each with the ones before it."""
     one = _with(plan, Layout())
     if plan.task == "serve":
         is_half = one.precision.compute == "bf16"
-        return [] if is_half else [_option("bf16 weights", _bf16(one), facts, machine)]
+        return [] if is_half else [_option("bf16 weights", _bf16(one), facts, clock)]
     steps = []
     if one.train.micro_batch > 1:
         one = _train(one, micro_batch=1)
@@ -198,60 +197,34 @@ def _levers(plan: Plan, facts: ModelFacts, machine: Machine | None) -> list[Opti
     if one.precision.compute == "fp32":
         one = _bf16(one)
         steps.append(("+ compute=bf16 (states stay fp32)", one))
-    return [_option(name, candidate, facts, machine) for name, candidate in steps]
+    return [_option(name, candidate, facts, clock) for name, candidate in steps]
 
 
-def _option(name: str, plan: Plan, facts: ModelFacts, machine: Machine | None) -> Option:
+def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
+    """An option, timed only if it fits: most of a large search do not."""
     memory = predict_memory(plan, facts)
-    training = plan.trains
-    step_s = step_time(plan, facts, machine).total_s if machine and training else None
-    moved = sum(line.bytes_per_step for line in traffic(plan, facts)) if training else 0
-    evidence = {"memory": memory, "memory_evidence": MEMORY_EVIDENCE, "step_s": step_s}
-    if machine is not None and step_s is not None:
-        evidence["step_evidence"] = (
-            f"analytic on speeds measured {machine.date}, within 40% so far on CPU"
-        )
     capacity = plan.devices.memory_gib
+    limit = float("inf") if capacity is None else capacity * GIB
+    weighed = plan.trains and memory.total <= limit
+    step = clock.timer.step(plan) if clock.timer is not None and weighed else None
+    lines = [timed.line for timed in step.lines] if step is not None else []
+    if weighed and step is None:
+        lines = traffic(plan, facts)
+    evidence: dict[str, object] = {"memory": memory, "memory_evidence": MEMORY_EVIDENCE}
+    if step is not None and clock.speeds is not None:
+        evidence |= {"step_s": step.total_s, "step_evidence": clock.speeds.evidence}
+    elif clock.timer is not None and plan.trains:
+        evidence["step_evidence"] = "not timed: it does not fit"
+    elif clock.why_none is not None:
+        evidence["step_evidence"] = clock.why_none
     return Option(
         name=name,
         plan=plan.model_copy(update={"predicted": Prediction(**evidence)}),  # type: ignore[arg-type]
         memory=memory,
-        step_s=step_s,
-        traffic_bytes=moved,
-        slowdown=slowdown(plan, facts) if training else 1.0,
-        capacity=float("inf") if capacity is None else capacity * GIB,
-    )
-
-
-def _cost(option: Option) -> tuple[float, ...]:
-    """Fastest first; unmeasured, recomputation costs most, then traffic, then small passes."""
-    train, layout = option.plan.train, option.plan.layout
-    recompute = float(_MODES.index(train.checkpointing))
-    # without a measurement, more devices are taken to be worth more than their traffic
-    unmeasured = (
-        recompute,
-        -layout.world_size,
-        round(option.slowdown, 2),
-        option.traffic_bytes,
-        -train.micro_batch,
-        layout.tp,
-        option.memory.total,
-    )
-    return unmeasured if option.step_s is None else (option.step_s, *unmeasured)
-
-
-def _why_slower(option: Option, chosen: Option) -> str:
-    if option.step_s is not None and chosen.step_s is not None:
-        return f"{option.step_s:.1f} s a step, the chosen one {chosen.step_s:.1f} s"
-    if option.plan.layout.world_size < chosen.plan.layout.world_size:
-        return f"leaves {_count(option.plan) - option.plan.layout.world_size} device(s) idle"
-    if option.slowdown > chosen.slowdown + 0.005:
-        return f"its pipeline takes {option.slowdown:.2f} times its share of the work"
-    if option.plan.train.checkpointing != chosen.plan.train.checkpointing:
-        return f"fits only with train.checkpointing={option.plan.train.checkpointing}"
-    return (
-        f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
-        f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"
+        step=step,
+        traffic_bytes=sum(line.bytes_per_step for line in lines),
+        slowdown=slowdown(plan, facts) if weighed else 1.0,
+        capacity=limit,
     )
 
 
@@ -280,14 +253,3 @@ def _bf16(plan: Plan) -> Plan:
 
 def _train(plan: Plan, **changes: object) -> Plan:
     return plan.model_copy(update={"train": plan.train.model_copy(update=changes)})
-
-
-def suggest(answer: Answer) -> str:
-    """What would make an impossible task possible."""
-    facts = answer.facts
-    least = min((o.memory.total for o in (answer.single, *answer.levers)), default=0)
-    sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
-    return (
-        f"one device would need {least / GIB:.2f} GiB at the least; take more devices or larger "
-        f"ones (tensor-parallel sizes that fit this model: {sizes}), or a smaller model."
-    )

@@ -11,6 +11,7 @@ from typing import Literal
 from shardwise.config import Plan
 from shardwise.models.facts import ModelFacts
 from shardwise.models.layers import LayerKind
+from shardwise.planner.remember import per_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +69,16 @@ def num_stages(plan: Plan) -> int:
 
 def stages_of(plan: Plan, facts: ModelFacts) -> tuple[StageSpec, ...]:
     """Every stage, in the order of the layers, cut so that the slowest takes the least time."""
-    return _stages(
-        tuple(layer_costs(plan, facts)),
-        head_cost(facts),
-        num_stages(plan),
-        plan.layout.pp,
-        SCHEDULES[plan.train.pipeline_schedule].style,
-    )
+    style = SCHEDULES[plan.train.pipeline_schedule].style
+    layout = plan.layout
+    return _stages(facts, plan.train.seq_len, layout.cp, num_stages(plan), layout.pp, style)
 
 
-@lru_cache(maxsize=256)
+@per_model
 def _stages(
-    costs: tuple[float, ...], last: float, count: int, pp: int, style: str
+    facts: ModelFacts, seq_len: int, cp: int, count: int, pp: int, style: str
 ) -> tuple[StageSpec, ...]:
-    cuts = balance(costs, count, last=last)
+    cuts = balance(_layer_costs(facts, seq_len, cp), count, last=head_cost(facts))
     return tuple(
         StageSpec(index=index, num_stages=count, layers=layers, rank=_rank(index, pp, style))
         for index, layers in enumerate(cuts)
@@ -117,18 +114,22 @@ def _rank(index: int, pp: int, style: str) -> int:
 
 def layer_costs(plan: Plan, facts: ModelFacts) -> Sequence[float]:
     """Multiply-adds per token of each layer: its matrices, and attention over what it sees."""
-    costs = {kind: _layer_cost(plan, facts, kind) for kind in set(facts.layers)}
-    return [costs[kind] for kind in facts.layers]
+    return _layer_costs(facts, plan.train.seq_len, plan.layout.cp)
 
 
-def _layer_cost(plan: Plan, facts: ModelFacts, kind: LayerKind) -> float:
-    length = plan.train.seq_len
+@per_model
+def _layer_costs(facts: ModelFacts, seq_len: int, cp: int) -> tuple[float, ...]:
+    costs = {kind: _layer_cost(facts, kind, seq_len, cp) for kind in set(facts.layers)}
+    return tuple(costs[kind] for kind in facts.layers)
+
+
+def _layer_cost(facts: ModelFacts, kind: LayerKind, length: int, cp: int) -> float:
     window = min(kind.window or length, length)
     seen = window - window * window / (2 * length)  # on average; half of a sequence without window
     products = facts.num_active_parameters(kind)
     if facts.latent is not None:  # every rank of `cp` expands the latent of the whole sequence
         expanded = facts.num_heads * (facts.latent.nope_dim + facts.latent.v_dim)
-        products += (plan.layout.cp - 1) * facts.latent.kv_rank * expanded
+        products += (cp - 1) * facts.latent.kv_rank * expanded
     return products + (facts.q_size + facts.attention_size) * seen
 
 

@@ -1,445 +1,277 @@
-"""Seconds of one training step from measured speeds: compute, memory traffic and collectives."""
+"""Seconds of one training step: compute, memory traffic, collectives and what of them shows."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from shardwise.config import Layout, Plan
+from shardwise.config import Plan
 from shardwise.models.facts import ModelFacts
-from shardwise.models.layers import LayerKind, Param
-from shardwise.planner.activations import FP32, activation_bytes_per_token
-from shardwise.planner.machine import Machine, Op
+from shardwise.models.layers import LayerKind
+from shardwise.planner.activations import FP32
 from shardwise.planner.memory import (
-    LOSS_CHUNK_TOKENS,
     RankSizes,
     layer_counts,
     local_tokens,
     recomputed_layers,
     stages_of_rank,
-    tally_bytes,
-    tally_rows,
 )
-from shardwise.planner.stages import (
-    StageSpec,
-    bubble,
-    head_cost,
-    layer_costs,
-    stages_of,
-    worst_ranks,
-)
+from shardwise.planner.network import Group, place
+from shardwise.planner.speeds import Speeds
+from shardwise.planner.stages import StageSpec, bubble, head_cost, layer_costs, worst_ranks
+from shardwise.planner.traffic import Collective, fsdp_groups, traffic
+from shardwise.planner.work import Product, head_product, layer_work
 
-_TRAFFIC_PER_KEPT_BYTE = 10
-"""Bytes that a layer's element-wise operations read and write, forward and backward, for each byte
-it keeps. Counted by dispatch over the families: 8.4 to 11.5 in fp32, 10.8 to 15 in bf16."""
-_COUNT_BYTES = 8
-_COPIES_PER_FSDP_BYTE = 4
-"""FSDP copies what it sends into one flat buffer, and what it gets out of one: two reads and two
-writes of every byte gathered or reduced."""
+_COPIES_PER_FSDP_BYTE = {False: 4, True: 2}
+"""Bytes read and written for each byte gathered or reduced. What is gathered is copied out of one
+flat buffer, what is reduced into one (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py);
+where nothing overlaps, ranks exchange pieces, which are copied once more (parallel/shards.py)."""
+_UPDATE_TENSORS = 7
+"""AdamW reads four tensors and writes three"""
+_LOGIT_PASSES = 6
+"""maximum, power, sum and softmax are made in place"""
+_SHARD_AXES = ("fsdp", "efsdp", "dp")
+_BACKWARD_ATTENTION = {False: 2.0, True: 2.5}
+"""for each forward second: fused attention, which devices that overlap run, makes five products
+where two are made forward (FlashAttention-2, arXiv 2307.08691, section 4.1)"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
-    """One line of the traffic ledger: what one rank takes part in during one optimizer step."""
+class TimedCollective:
+    """A line of the ledger with its link."""
 
-    axis: str
-    op: Op
-    count: int
-    num_bytes: int
-    """of the whole tensor, each time"""
-
-    @property
-    def bytes_per_step(self) -> int:
-        """Bytes that leave or reach the rank: an all-reduce is a reduce-scatter and a gather."""
-        return self.count * self.num_bytes * (2 if self.op == "all_reduce" else 1)
+    line: Collective
+    group: Group
+    link: str
+    time_s: float
+    exposed_s: float
+    """of it, what nothing else hides"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step by where they go. On gloo nothing overlaps."""
+    """Seconds of one optimizer step by where they go."""
 
     compute_s: float
     memory_s: float
-    collectives_s: float
+    host_s: float
+    """waiting for the host to start operations"""
+    idle_s: float
+    """of a pipeline"""
+    lines: tuple[TimedCollective, ...]
+
+    @property
+    def collectives_s(self) -> float:
+        """What shows of them."""
+        return sum(line.exposed_s for line in self.lines)
 
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
-        return self.compute_s + self.memory_s + self.collectives_s
+        return self.compute_s + self.memory_s + self.host_s + self.idle_s + self.collectives_s
+
+    def exposed_by_axis(self) -> dict[str, float]:
+        """Seconds that each axis of the mesh adds to a step."""
+        found: dict[str, float] = {}
+        for line in self.lines:
+            axis = line.line.axis
+            found[axis] = found.get(axis, 0.0) + line.exposed_s
+        return found
 
 
-def traffic(plan: Plan, facts: ModelFacts, rank: int = 0) -> list[Collective]:
-    """Every collective of one optimizer step of a training plan.
+def model_flops_per_token(plan: Plan, facts: ModelFacts) -> float:
+    """What a token takes in a step by the convention of MFU: nothing twice, causal attention.
 
-    Parameters are gathered in the compute dtype: by ZeRO-3 each layer twice a micro-batch (forward
-    and backward) and the outer group once, by ZeRO-2 everything once a micro-batch, by ZeRO-1 once
-    a step. Gradients are reduced in the dtype that the plan says, then summed over the replicas; on
-    CPU both cross in messages between pairs of ranks, and only replicas sum each gradient at once.
-    Tensor parallelism sums the outputs of attention and MLP forward (attention again when
-    activations are recomputed, which stops at the last thing that is needed) and the gradients of
-    their inputs backward, or gathers and scatters them under sequence parallelism; and two numbers
-    a token for the loss.
-    A pipeline sends each micro-batch's hidden states on and their gradients back, what routers
-    chose with them where there is a balance loss, and sums the gradients of a tied embedding over
-    its two ends. Scalars (loss, norm) are left out.
-
-    tests/ranks/test_traffic.py compares it with the collectives that a real step runs.
-
-    Args:
-        rank: position on the `pp` axis.
+    6 for each multiply-add of the forward pass; 4 where a matrix is frozen and has no gradient.
     """
-    layout = plan.layout
-    stages = stages_of_rank(plan, facts, rank)
-    lines = []
-    for group in _fsdp_groups(plan, facts, stages):
-        lines += _shard_traffic(plan, group)
-        if layout.dp > 1 and not layout.sums_by_itself and group.trained:
-            lines.append(_all_reduce(plan, group.reductions, group.trained_shard))
-    if layout.dp > 1 and layout.sums_by_itself:
-        lines += [_all_reduce(plan, count, size) for size, count in _parameters(facts, layout)]
-    if layout.ep > 1:
-        lines += _expert_traffic(plan, facts, stages)
-    if layout.cp > 1:
-        lines += _context_traffic(plan, facts, stages)
-    if layout.tp > 1:
-        lines += _tensor_traffic(plan, facts, stages)
-    if layout.pp > 1:
-        lines += _pipeline_traffic(plan, facts, stages)
-    if facts.balance_weight is not None and any(stage.is_last for stage in stages):
-        lines += _balance_traffic(plan, facts)
-    return lines
+    one = plan.model_copy(
+        update={"layout": plan.layout.model_copy(update={"cp": 1})}
+    )  # what ranks of cp do twice does not count
+    operations = 6 * (sum(layer_costs(one, facts)) + head_cost(facts))
+    if facts.adapters is None:
+        return operations
+    layers = (facts.num_active_parameters(k) - facts.num_trained_of(k) for k in facts.layers)
+    return operations - 2 * (sum(layers) + head_cost(facts))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Groups:
-    """FSDP groups of a rank that are alike: each is gathered and reduced in one piece."""
-
-    axis: str
-    num_ranks: int
-    """that share one"""
-    values: int
-    """of one group"""
-    trained: int
-    """of these"""
-    gathers: int
-    """of all of them in a step"""
-    reductions: int
+class _Seconds(NamedTuple):
+    compute: float
+    memory: float
+    host: float
 
     @property
-    def shard(self) -> int:
-        """Values of one group that a rank keeps."""
-        return -(-self.values // self.num_ranks)
+    def total(self) -> float:
+        return self.compute + self.memory + self.host
 
-    @property
-    def trained_shard(self) -> int:
-        """Those of them that are trained."""
-        return -(-self.trained // self.num_ranks)
+    def times(self, count: float) -> _Seconds:
+        return _Seconds(self.compute * count, self.memory * count, self.host * count)
 
 
-def _fsdp_groups(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[_Groups]:
-    """The groups of a rank's layers, and what is outside of them."""
-    layout, sizes = plan.layout, RankSizes.of(facts, plan.layout, stages)
-    found = []
-    for layers in sizes.layers:
-        experts = 0 if sizes.trains_adapters else layers.experts
-        dense = layers.values - layers.experts, layers.trained - experts
-        found.append(("fsdp", *dense, layers.count, True))
-        if layers.experts:
-            found.append(("efsdp", layers.experts, experts, layers.count, True))
-    outer = [RankSizes.of(facts, plan.layout, [stage]) for stage in stages]
-    found += [("fsdp", one.outer, one.trained_outer, 1, False) for one in outer if one.outer]
-    num_micro = plan.train.num_micro_batches(layout)
-    gathers = 1 if layout.zero == 1 else num_micro
-    return [
-        _Groups(
-            axis=axis,
-            num_ranks=layout.num_shards if axis == "fsdp" else layout.num_expert_shards,
-            values=values,
-            trained=trained,
-            gathers=count * gathers * (2 if layout.zero == 3 and is_layer else 1),
-            reductions=count * (1 if layout.reduces_once else num_micro),
+class _Passes(NamedTuple):
+    """Of one micro-batch through a layer."""
+
+    forward: _Seconds
+    backward: _Seconds
+
+
+def step_time(plan: Plan, facts: ModelFacts, speeds: Speeds) -> StepTime:
+    """Predict the seconds of one optimizer step: of its slowest stage, idling included."""
+    return StepTimer(facts, speeds).step(plan)
+
+
+class StepTimer:
+    """Step times of one model on one machine; what layouts have in common is computed once."""
+
+    def __init__(self, facts: ModelFacts, speeds: Speeds) -> None:
+        self.facts, self.speeds = facts, speeds
+        self._layers: dict[tuple[object, ...], _Passes] = {}
+
+    def step(self, plan: Plan) -> StepTime:
+        """The time of one optimizer step."""
+        ranks = [self._rank(plan, rank) for rank in worst_ranks(plan, self.facts)]
+        return max(ranks, key=lambda time: time.total_s)
+
+    def _rank(self, plan: Plan, rank: int) -> StepTime:
+        facts, speeds = self.facts, self.speeds
+        num_micro = plan.train.num_micro_batches(plan.layout)
+        stages = stages_of_rank(plan, facts, rank)
+        sizes = RankSizes.of(facts, plan.layout, stages)
+        passes = self._passes(plan, stages, has_head=bool(sizes.head))
+        busy = _added((passes.forward, passes.backward)).times(num_micro)
+        states = speeds.memory_s(self._state_bytes(plan, sizes, stages))
+        lines = self._lines(plan, rank, passes)
+        within = sum(t.exposed_s for t in lines if t.line.axis not in _SHARD_AXES)
+        return StepTime(
+            compute_s=busy.compute,
+            memory_s=busy.memory + states,
+            host_s=busy.host,
+            idle_s=bubble(plan) * (busy.total + within),
+            lines=tuple(lines),
         )
-        for axis, values, trained, count, is_layer in found
-    ]
 
+    def _passes(self, plan: Plan, stages: Sequence[StageSpec], *, has_head: bool) -> _Passes:
+        """One micro-batch through the stages of a rank."""
+        again = recomputed_layers(plan, self.facts, stages)
+        forward, backward = [], []
+        for kind, count in layer_counts(self.facts, stages).items():
+            layer = self._layer(plan, kind)
+            forward.append(layer.forward.times(count))
+            backward.append(layer.backward.times(count))
+            if again[kind]:
+                one = layer.forward
+                if plan.train.checkpointing == "selective":
+                    one = one._replace(compute=0.0)  # products and attention are kept
+                backward.append(one.times(again[kind]))
+        if has_head:
+            head = self._head(plan)
+            forward.append(head.forward)
+            backward.append(head.backward)
+        return _Passes(_added(forward), _added(backward))
 
-def _shard_traffic(plan: Plan, group: _Groups) -> list[Collective]:
-    """Of the axis that shares the states. On CPU ranks send each other what they need."""
-    c, r = plan.precision.compute_bytes, plan.precision.reduce_bytes
-    n, layout = group.num_ranks, plan.layout
-    if n == 1:
-        return []
-    moved: list[tuple[Op, int, int]] = [
-        ("all_gather", group.gathers, group.values * c),
-        ("reduce_scatter", group.reductions, group.trained * r),
-    ]
-    if plan.devices.kind == "cpu":
-        # what one backward pass has made crosses in the dtype in which it was made
-        of_one_pass = not layout.reduces_once or plan.train.num_micro_batches(layout) == 1
-        sent = min(c, r) if of_one_pass and layout.pp == 1 else r
-        moved = [
-            ("send", group.gathers * (n - 1), group.shard * c),
-            ("all_to_all", group.reductions, group.trained * sent),
+    def _layer(self, plan: Plan, kind: LayerKind) -> _Passes:
+        layout, train = plan.layout, plan.train
+        key = (
+            *(kind, layout.tp, layout.ep, layout.cp, layout.sequence_parallel),
+            *(train.micro_batch, train.seq_len, train.compile, plan.precision.compute),
+        )
+        if key not in self._layers:
+            work, dtype = layer_work(plan, self.facts, kind), plan.precision.compute
+            products = self._products_s(work.products, plan)
+            attention = self.speeds.attention_s(work.attention_flops, dtype)
+            backward = products + self._products_s([p for p in work.products if p.trained], plan)
+            backward += _BACKWARD_ATTENTION[self.speeds.overlaps] * attention
+            self._layers[key] = _Passes(
+                self._seconds(products + attention, work.forward_bytes, work.host_ops[0]),
+                self._seconds(backward, work.backward_bytes, work.host_ops[1]),
+            )
+        return self._layers[key]
+
+    def _head(self, plan: Plan) -> _Passes:
+        """Head and loss: logits are made, and their gradient, a chunk at a time."""
+        product = head_product(plan, self.facts)
+        products = self._products_s([product], plan)
+        backward = products * (2 if product.trained else 1)
+        vocab = self.facts.vocab_size // plan.layout.tp
+        moved = _LOGIT_PASSES * vocab * FP32 * local_tokens(plan)
+        return _Passes(self._seconds(products, moved, 0), self._seconds(backward, 0, 0))
+
+    def _products_s(self, products: Iterable[Product], plan: Plan) -> float:
+        dtype = plan.precision.compute
+        return sum(p.num * self.speeds.matmul_s(p.m, p.n, p.k, dtype) for p in products if p.m > 0)
+
+    def _seconds(self, compute_s: float, num_bytes: float, host_ops: int) -> _Seconds:
+        memory_s = self.speeds.memory_s(num_bytes)
+        waiting = host_ops * self.speeds.host_s - compute_s - memory_s
+        return _Seconds(compute_s, memory_s, max(0.0, waiting))
+
+    def _state_bytes(self, plan: Plan, sizes: RankSizes, stages: Sequence[StageSpec]) -> float:
+        """Read and written once a step: by the update, and by FSDP's copies."""
+        updates = sizes.own_trained(plan.layout) * FP32 * _UPDATE_TENSORS
+        c, r = plan.precision.compute_bytes, plan.precision.reduce_bytes
+        copied = sum(
+            group.values * group.gathers * c + group.trained * group.reductions * r
+            for group in fsdp_groups(plan, self.facts, stages)
+            if group.num_ranks > 1 or plan.layout.dp > 1
+        )
+        return updates + _COPIES_PER_FSDP_BYTE[self.speeds.overlaps] * copied
+
+    def _lines(self, plan: Plan, rank: int, passes: _Passes) -> list[TimedCollective]:
+        """The ledger, timed on the links that its groups use."""
+        timed = []
+        for line in traffic(plan, self.facts, rank):
+            group = place(plan.layout, line.axis, self.speeds.node or plan.layout.world_size)
+            seconds = line.count * self.speeds.collective_s(line.op, line.num_bytes, group)
+            timed.append((line, group, seconds))
+        shown = self._shown(plan, timed, passes)
+        return [
+            TimedCollective(
+                line=line,
+                group=group,
+                link=self.speeds.link(group),
+                time_s=seconds,
+                exposed_s=seconds * shown if line.axis in _SHARD_AXES else seconds,
+            )
+            for line, group, seconds in timed
         ]
-    return [
-        Collective(axis=group.axis, op=op, count=count, num_bytes=num_bytes)
-        for op, count, num_bytes in moved
-        if num_bytes
-    ]
+
+    def _shown(
+        self, plan: Plan, timed: Sequence[tuple[Collective, Group, float]], passes: _Passes
+    ) -> float:
+        """The share of the traffic of shards and replicas that shows.
+
+        FSDP gathers a layer while the one before it computes, and reduces a layer's gradients
+        while the next ones are made; only the first gather of a pass and the last reduction of a
+        step have nothing to hide behind. A pipeline of torch reduces after its last pass, and so do
+        replicas without shards. Tensor and context parallelism take time, too, that hides.
+        """
+        layout, num_micro = plan.layout, plan.train.num_micro_batches(plan.layout)
+        shards = [(line, s) for line, _, s in timed if line.axis in _SHARD_AXES]
+        total = sum(s for _, s in shards)
+        if not self.speeds.overlaps or total == 0 or layout.sums_by_itself:
+            return 1.0
+        within = sum(s for line, _, s in timed if line.axis not in _SHARD_AXES) / num_micro
+        forward = passes.forward.total + within / 3
+        backward = passes.backward.total + within * 2 / 3
+        gathers = sum(s for line, s in shards if line.op == "all_gather")
+        reductions = total - gathers
+        first = max((s / line.count for line, s in shards if line.op == "all_gather"), default=0.0)
+        last = max((s / line.count for line, s in shards if line.op != "all_gather"), default=0.0)
+        if layout.pp > 1:
+            return (max(first, gathers - forward) + reductions) / total
+        if layout.zero == 1:
+            shown = max(first, gathers - forward) + max(last, reductions - backward)
+            return min(1.0, shown / total)
+        again = 1 / 2 if layout.zero == 3 else 0.0
+        in_forward = (1 - again) * gathers / num_micro
+        in_backward = (again * gathers + reductions) / num_micro
+        shown = num_micro * max(first, in_forward - forward)
+        shown += max(last, num_micro * (in_backward - backward))
+        return min(1.0, shown / total)
 
 
-def _all_reduce(plan: Plan, count: int, values: int) -> Collective:
-    """Gradients summed over the replicas."""
-    num_bytes = values * plan.precision.reduce_bytes
-    return Collective(axis="dp", op="all_reduce", count=count, num_bytes=num_bytes)
-
-
-def _parameters(facts: ModelFacts, layout: Layout) -> list[tuple[int, int]]:
-    """Values of each parameter that a rank holds, without a pipeline, and how many are like it."""
-    layers = [
-        (math.prod(param.shape), count)
-        for kind, count in layer_counts(facts).items()
-        for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values()
-        if param.trained
-    ]
-    if facts.adapters is not None:
-        return layers
-    table = -(-facts.vocab_size // layout.tp) * facts.hidden_size
-    others = [math.prod(shape) for shape in facts.outer_shapes.values()]
-    whole = facts.vocab_size * facts.hidden_size
-    return [*layers, *((table if size == whole else size, 1) for size in others)]
-
-
-def _expert_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[Collective]:
-    """Tokens to their experts and back, and their gradients; before them, how many there are.
-
-    A rank sends each token as often as it chooses experts, its own among them.
-    """
-    num_micro = plan.train.num_micro_batches(plan.layout)
-    passes = num_micro * _num_mixtures(layer_counts(facts, stages))
-    again = num_micro * _num_mixtures(recomputed_layers(plan, facts, stages))
-    tokens = local_tokens(plan) // plan.layout.sequence_parts * facts.experts_per_token
-    num_bytes = tokens * facts.hidden_size * plan.precision.compute_bytes
-    counts = facts.num_experts * _COUNT_BYTES
-    return [
-        Collective(axis="ep", op="all_to_all", count=4 * passes + 2 * again, num_bytes=num_bytes),
-        Collective(axis="ep", op="all_to_all", count=passes + again, num_bytes=counts),
-    ]
-
-
-def _balance_traffic(plan: Plan, facts: ModelFacts) -> list[Collective]:
-    """How often each expert was chosen for a row, and how many tokens it has, over the ranks that
-    have a part of it."""
-    layout, count = plan.layout, plan.train.num_micro_batches(plan.layout)
-    rows = tally_rows(plan)
-    chosen, counts = (rows * n * FP32 for n in (facts.num_experts, facts.num_experts + 2))
-    lines = []
-    if layout.sequence_parallel:
-        lines.append(Collective(axis="tp", op="all_reduce", count=count, num_bytes=chosen))
-    if layout.cp > 1:
-        lines.append(Collective(axis="cp", op="all_reduce", count=count, num_bytes=counts))
-    return lines
-
-
-def _num_mixtures(layers: Counter[LayerKind]) -> int:
-    return sum(count for kind, count in layers.items() if kind.has_experts)
-
-
-def _context_traffic(
-    plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]
-) -> list[Collective]:
-    """Keys and values of the whole sequence, or the latent of which they are made, to each rank;
-    their gradients back."""
-    layout, c = plan.layout, plan.precision.compute_bytes
-    layers = sum(len(stage.layers) for stage in stages)
-    count = layers * plan.train.num_micro_batches(layout)
-    kv = facts.cache_size // (1 if facts.latent else min(layout.tp, facts.num_kv_heads))
-    whole = kv * c * local_tokens(plan) * layout.cp
-    again = recomputed_layers(plan, facts, stages).total()
-    gathers = count + again * plan.train.num_micro_batches(layout)
-    return [
-        Collective(axis="cp", op="all_gather", count=gathers, num_bytes=whole),
-        Collective(axis="cp", op="reduce_scatter", count=count, num_bytes=whole),
-    ]
-
-
-def _pipeline_traffic(
-    plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]
-) -> list[Collective]:
-    """What a rank sends to the ranks of the stages before and after its own."""
-    layout, train = plan.layout, plan.train
-    tokens = local_tokens(plan) // layout.sequence_parts
-    hidden = tokens * facts.hidden_size * plan.precision.compute_bytes
-    ranks = [stage.rank for stage in stages_of(plan, facts)]
-    others = [
-        neighbour
-        for stage in stages
-        for neighbour in (stage.index - 1, stage.index + 1)
-        if 0 <= neighbour < len(ranks) and ranks[neighbour] != stage.rank
-    ]
-    lines = []
-    if others:
-        count = len(others) * train.num_micro_batches(layout)
-        lines.append(Collective(axis="pp", op="send", count=count, num_bytes=hidden))
-        if facts.balance_weight is not None:
-            tally = tally_bytes(plan, facts)
-            lines.append(Collective(axis="pp", op="send", count=count, num_bytes=tally))
-    at_one_end = sum(stage.is_first or stage.is_last for stage in stages) == 1
-    if facts.tied and at_one_end and facts.adapters is None:
-        table = _fsdp_share(
-            (-(-facts.vocab_size // layout.tp), facts.hidden_size), layout.num_shards
-        )
-        lines.append(Collective(axis="pp", op="all_reduce", count=1, num_bytes=table * FP32))
-    return lines
-
-
-def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[Collective]:
-    """Collectives of the `tp` axis. Attention and a plain MLP are a split region each, so are the
-    experts that every token goes through, and the head."""
-    layout, train = plan.layout, plan.train
-    num_micro = train.num_micro_batches(layout)
-    layers = num_micro * sum(len(stage.layers) for stage in stages)
-    first = num_micro if any(stage.is_first for stage in stages) else 0
-    last = num_micro if any(stage.is_last for stage in stages) else 0
-    counts, recomputed = layer_counts(facts, stages), recomputed_layers(plan, facts, stages)
-    recompute = num_micro * recomputed.total()
-    # recomputation ends where nothing more is needed: before the MLP's sum, unless a norm follows
-    sums_again = recompute * (2 if "post_feedforward_layernorm" in facts.family.norms else 1)
-    whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
-    targets = local_tokens(plan) - (train.micro_batch if layout.cp == 1 else 0)
-    # beside adapters the embedding is frozen, and what enters the first layer has no gradient
-    no_gradient = 0 if facts.adapters is None else first
-    lines: list[tuple[Op, int, int]] = []
-    for begin in range(0, targets, LOSS_CHUNK_TOKENS):
-        chunk = min(LOSS_CHUNK_TOKENS, targets - begin)
-        lines.append(("all_gather", last, layout.tp * 2 * chunk * FP32))
-    if layout.sequence_parallel:
-        # in and out of a region, and the other way back; the embedding is cut once
-        both_ways = 2 * num_micro * _num_regions(facts, counts)
-        entered_again = num_micro * _num_regions(facts, recomputed)
-        gathers = both_ways + entered_again + first - no_gradient + last
-        lines.append(("all_gather", gathers, whole))
-        lines.append(("reduce_scatter", both_ways - no_gradient + sums_again + last, whole))
-        lines.append(("all_reduce", first, whole))
-    else:
-        sums = 4 * layers - no_gradient + sums_again + first + last
-        lines.append(("all_reduce", sums, whole))
-    lines += [("all_reduce", 1, num_bytes) for num_bytes in _partial_bytes(plan, facts, stages)]
-    return [
-        Collective(axis="tp", op=op, count=count, num_bytes=num_bytes)
-        for op, count, num_bytes in lines
-        if count
-    ]
-
-
-def _partial_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[int]:
-    """Gradients that are summed over ranks after the last backward pass: of what is not split
-    but used on other heads or, with sequence parallelism, tokens; and of repeated KV heads."""
-    layout = plan.layout
-    whole, repeated = 0, 0
-    for kind, count in layer_counts(facts, stages).items():
-        for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values():
-            if not param.trained:
-                continue
-            share = count * _fsdp_share(param.shape, layout.num_shards)
-            if param.cut == "kv_heads" and layout.tp > facts.num_kv_heads:
-                repeated += share
-            elif _is_partial(param, layout):
-                whole += share
-    last = facts.adapters is None and any(stage.is_last for stage in stages)
-    if layout.sequence_parallel and last:
-        whole += _fsdp_share((facts.hidden_size,), layout.num_shards)  # the last norm
-    return [values * FP32 for values in (whole, repeated) if values]
-
-
-def _is_partial(param: Param, layout: Layout) -> bool:
-    """Whether each rank of `tp` has only a part of a parameter's gradient."""
-    if param.cut == "experts":
-        return layout.sequence_parallel and layout.ep == 1
-    return param.cut == "shared" or (param.cut == "whole" and layout.sequence_parallel)
-
-
-def _num_regions(facts: ModelFacts, layers: Counter[LayerKind]) -> int:
-    """Split regions of some layers."""
-    of_experts = 2 if facts.shared_width else 1
-    return sum(n * (of_experts if kind.has_experts else 2) for kind, n in layers.items())
-
-
-def _fsdp_share(shape: tuple[int, ...], fsdp: int) -> int:
-    return -(-shape[0] // fsdp) * math.prod(shape[1:])
-
-
-def step_flops(plan: Plan, facts: ModelFacts, rank: int = 0) -> float:
-    """Floating-point operations of one rank in one optimizer step.
-
-    6 for each multiply-add of the forward pass (8 with full recomputation): a matrix parameter
-    and token, or an attention score over half of the sequence on average (causal). A matrix that is
-    frozen has no gradient: 4.
-
-    Args:
-        rank: position on the `pp` axis.
-    """
-    layout, train = plan.layout, plan.train
-    tokens = train.num_micro_batches(layout) * train.micro_batch * train.seq_len
-    stages = stages_of_rank(plan, facts, rank)
-    costs = layer_costs(plan, facts)
-    work = sum(costs[layer] for stage in stages for layer in stage.layers)
-    if any(stage.is_last for stage in stages):
-        work += head_cost(facts)
-    again = 2 / train.checkpoint_every if train.checkpointing == "full" else 0
-    operations = (6 + again) * work
-    if facts.adapters is not None:
-        operations -= 2 * _frozen(facts, stages)
-    return operations * tokens / layout.tp / layout.cp
-
-
-def _frozen(facts: ModelFacts, stages: Sequence[StageSpec]) -> int:
-    """Parameters that a token meets in some stages and that adapters leave frozen."""
-    frozen = sum(
-        count * (facts.num_active_parameters(kind) - facts.num_trained_of(kind))
-        for kind, count in layer_counts(facts, stages).items()
-    )
-    return frozen + (int(head_cost(facts)) if any(stage.is_last for stage in stages) else 0)
-
-
-def step_time(plan: Plan, facts: ModelFacts, machine: Machine) -> StepTime:
-    """Predict the seconds of one optimizer step on a probed machine: of its slowest stage, and
-    longer by what a pipeline idles."""
-    ranks = [_rank_time(plan, facts, machine, rank) for rank in worst_ranks(plan, facts)]
-    return max(ranks, key=lambda time: time.total_s)
-
-
-def _rank_time(plan: Plan, facts: ModelFacts, machine: Machine, rank: int) -> StepTime:
-    layout, train = plan.layout, plan.train
-    tokens = train.num_micro_batches(layout) * local_tokens(plan)
-    c = plan.precision.compute_bytes
-    stages = stages_of_rank(plan, facts, rank)
-    sizes = RankSizes.of(facts, layout, stages)
-    kept = sum(
-        count * activation_bytes_per_token(facts, kind, layout, compute_bytes=c)
-        for kind, count in layer_counts(facts, stages).items()
-    )
-    logits = 0  # maximum, power, sum and softmax are made in place
-    if sizes.head:
-        logits = 6 * facts.vocab_size // layout.tp * FP32
-    updates = sizes.own_trained(layout) * FP32 * 7  # AdamW reads four tensors and writes three
-    copied = sum(
-        group.values * group.gathers * c
-        + group.trained * group.reductions * plan.precision.reduce_bytes
-        for group in _fsdp_groups(plan, facts, stages)
-        if group.num_ranks > 1 or layout.dp > 1
-    )
-    passes = (_TRAFFIC_PER_KEPT_BYTE * kept + logits) * tokens
-    longer = 1 + bubble(plan)
-    ledger = traffic(plan, facts, rank)
-    flops = machine.matmul_flops[plan.precision.compute]
-    moved = longer * passes + updates + _COPIES_PER_FSDP_BYTE * copied
-    return StepTime(
-        compute_s=longer * step_flops(plan, facts, rank) / flops,
-        memory_s=moved / machine.memory_bytes_per_s,
-        collectives_s=sum(
-            line.count * machine.collective_s(line.op, line.num_bytes) for line in ledger
-        ),
-    )
+def _added(parts: Iterable[_Seconds]) -> _Seconds:
+    compute = memory = host = 0.0
+    for part in parts:
+        compute, memory, host = compute + part.compute, memory + part.memory, host + part.host
+    return _Seconds(compute, memory, host)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from shardwise.parallel.data import DTYPES
 from shardwise.parallel.mesh import Mesh
-from shardwise.planner.machine import Machine, Op, Timing
+from shardwise.planner.machine import Machine, Timing
+from shardwise.planner.network import Op
 
 MACHINE_FILE = "machine.yaml"
 _MATMUL = (512, 768, 2048)  # tokens x hidden x feed-forward of a small layer

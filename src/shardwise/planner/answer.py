@@ -1,0 +1,107 @@
+"""What a search gives: options with what they need, and the answer made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.config import GIB, Memory, Plan
+from shardwise.models.facts import ModelFacts
+from shardwise.planner.cost import Cost
+from shardwise.planner.layout import legal_tp_sizes
+from shardwise.planner.timing import StepTime, model_flops_per_token
+
+Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
+MEMORY_EVIDENCE = (
+    "analytic, within 8% of measured runs on CPU; not measured on accelerators, where nine of ten "
+    "published runs of other software are within 20%"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to run the task, with what it needs."""
+
+    name: str
+    plan: Plan
+    memory: Memory
+    step: StepTime | None
+    """None: no speeds are known, or it does not fit"""
+    traffic_bytes: int
+    """that a rank moves in a step; 0 where it does not fit"""
+    slowdown: float
+    """how much longer a pipeline takes than its ranks' share of the work; 1 without one"""
+    capacity: float
+    """bytes of one device"""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the plan, busy or not."""
+        return self.plan.devices.count or self.plan.layout.world_size
+
+    @property
+    def fits(self) -> bool:
+        """Whether the worst rank stays within the device's memory."""
+        return self.memory.total <= self.capacity
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of one optimizer step."""
+        return None if self.step is None else self.step.total_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float | None:
+        """Tokens of full rows, over all devices of the plan."""
+        train, step_s = self.plan.train, self.step_s
+        if step_s is None:
+            return None
+        return train.global_batch * train.seq_len / self.num_devices / step_s
+
+    def mfu(self, facts: ModelFacts, peak_flops: float | None) -> float | None:
+        """Share of the devices' bf16 peak, by `timing.model_flops_per_token`."""
+        tokens = self.tokens_per_s_per_device
+        if tokens is None or peak_flops is None:
+            return None
+        return tokens * model_flops_per_token(self.plan, facts) / peak_flops
+
+    @property
+    def shortfall(self) -> str:
+        """The number that rules this option out."""
+        return (
+            f"needs {self.memory.total / GIB:.2f} GiB a device, "
+            f"a device has {self.capacity / GIB:.2f} GiB"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The planner's answer."""
+
+    facts: ModelFacts
+    verdict: Verdict
+    chosen: Option | None
+    single: Option
+    """the task on one device, as asked for"""
+    levers: list[Option] = field(default_factory=list)
+    """one device again, with cheaper settings"""
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    """option, and the reason why it lost"""
+    ranked: list[Option] = field(default_factory=list)
+    """all that fit, the chosen one first"""
+    peak_flops: float | None = None
+    """of one device in bf16"""
+    cost: Cost | None = None
+    """of the chosen option"""
+    notes: tuple[str, ...] = ()
+    """what the user should know of the model's files"""
+
+
+def suggest(answer: Answer) -> str:
+    """What would make an impossible task possible."""
+    facts = answer.facts
+    least = min((o.memory.total for o in (answer.single, *answer.levers)), default=0)
+    sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
+    return (
+        f"one device would need {least / GIB:.2f} GiB at the least; take more devices or larger "
+        f"ones (tensor-parallel sizes that fit this model: {sizes}), or a smaller model."
+    )
