@@ -37,7 +37,7 @@ def test_a_plan_of_three_keys_is_valid_and_comes_back_equal(tmp_path: Path) -> N
         ("layout.tp=true", ["layout.tp = True", "valid integer"]),
         ("train.learning_rate=-1", ["train.learning_rate = -1"]),
         ("train.learning_rate=.nan", ["train.learning_rate = nan"]),
-        ("task=qlora", ["task = 'lora'", "'full' or 'serve'"]),
+        ("task=qlora", ["task = 'qlora'", "'full', 'lora' or 'serve'"]),
         ("layout=3", ["layout = 3"]),
         ("version=2", ["version = 2"]),
         ("layout.tp", ["not of the form key=value"]),
