@@ -70,16 +70,29 @@ def test_what_nothing_else_helps_is_sharded(smol: Path) -> None:
         "tp=2",
         "tp=2 does not divide the model's 9 attention heads; tp sizes that work: 1, 3",
     ) in (answer.rejected)
-    assert len(answer.levers) == 3
-    assert not any(lever.fits for lever in answer.levers)
+    assert len(answer.levers) == 4
+    assert [lever.plan.task for lever in answer.levers if lever.fits] == ["lora"]
+
+
+def test_adapters_are_what_is_left_where_nothing_else_fits(smol: Path) -> None:
+    """Said to be another task, and with its own memory; not before the task that was asked for."""
+    answer = ask(smol, "cpu:1", 2.0)
+    assert answer.verdict == "fits_compressed"
+    assert answer.chosen is not None
+    assert answer.chosen.plan.task == "lora"
+    assert answer.chosen.facts.adapters is not None
+    assert "The plan is for that: task=lora, not full." in verdict_text(answer)
+    check_plan(answer.chosen.plan, answer.chosen.facts)
+    assert ask(smol, "cpu:1", 3.1).chosen.plan.task == "full"  # type: ignore[union-attr]
 
 
 def test_the_impossible_says_what_would_be_needed(smol: Path) -> None:
-    answer = ask(smol, "cpu:2", 1.0)
+    answer = ask(smol, "cpu:2", 0.5)
     assert answer.verdict == "impossible"
     assert answer.chosen is None
     assert "No layout over the given devices fits" in verdict_text(answer)
     assert "1, 3" in verdict_text(answer)
+    assert "at the least with --task lora" in verdict_text(answer)
     assert any("fsdp=2" in name and "GiB" in reason for name, reason in answer.rejected)
 
 
@@ -123,7 +136,8 @@ def test_no_layout_is_proposed_that_training_would_refuse(smol: Path) -> None:
         answer = ask(smol, f"cpu:{count}", 2.5, "train.global_batch=1", "train.micro_batch=1")
         assert any("global_batch=1 rows" in reason for _, reason in answer.rejected)
         if count == 2:  # nine heads, one micro-batch, a short row
-            assert answer.chosen is None
+            assert answer.chosen is not None
+            assert answer.chosen.plan.task == "lora"
         else:
             assert answer.chosen is not None
             assert answer.chosen.plan.layout.tp == 3
@@ -170,7 +184,9 @@ def test_json_holds_what_programs_read(smol: Path) -> None:
 def test_an_8b_model_on_one_and_on_eight_gpus(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
     one = shardwise.plan(tmp_path, gpus="1xH100-80GB", overrides=["train.seq_len=4096"])
-    assert one.verdict == "impossible"  # 16 bytes a parameter are 120 GiB
+    assert one.verdict == "fits_compressed"  # 16 bytes a parameter are 120 GiB
+    assert one.chosen is not None
+    assert one.chosen.plan.task == "lora"
     eight = shardwise.plan(tmp_path, gpus="8xH100-80GB", overrides=["train.seq_len=4096"])
     assert eight.verdict == "shard"
     assert eight.chosen is not None

@@ -24,6 +24,8 @@ class Option:
 
     name: str
     plan: Plan
+    facts: ModelFacts
+    """of the plan's model, with the adapters that it trains"""
     memory: Memory
     step: StepTime | None
     """None: no speeds are known, or it does not fit"""
@@ -57,12 +59,12 @@ class Option:
             return None
         return train.global_batch * train.seq_len / self.num_devices / step_s
 
-    def mfu(self, facts: ModelFacts, peak_flops: float | None) -> float | None:
+    def mfu(self, peak_flops: float | None) -> float | None:
         """Share of the devices' bf16 peak, by `timing.model_flops_per_token`."""
         tokens = self.tokens_per_s_per_device
         if tokens is None or peak_flops is None:
             return None
-        return tokens * model_flops_per_token(self.plan, facts) / peak_flops
+        return tokens * model_flops_per_token(self.plan, self.facts) / peak_flops
 
     @property
     def shortfall(self) -> str:
@@ -99,9 +101,11 @@ class Answer:
 def suggest(answer: Answer) -> str:
     """What would make an impossible task possible."""
     facts = answer.facts
-    least = min((o.memory.total for o in (answer.single, *answer.levers)), default=0)
+    least = min((answer.single, *answer.levers), key=lambda option: option.memory.total)
+    how = "" if least.plan.task == answer.single.plan.task else f" with --task {least.plan.task}"
     sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
     return (
-        f"one device would need {least / GIB:.2f} GiB at the least; take more devices or larger "
-        f"ones (tensor-parallel sizes that fit this model: {sizes}), or a smaller model."
+        f"one device would need {least.memory.total / GIB:.2f} GiB at the least{how}; take more "
+        f"devices or larger ones (tensor-parallel sizes that fit this model: {sizes}), or a "
+        "smaller model."
     )

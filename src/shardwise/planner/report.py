@@ -19,6 +19,7 @@ from shardwise.planner.timing import StepTime
 from shardwise.planner.traffic import traffic
 
 _REJECTED_PER_REASON = 3
+_REJECTED = 10
 _NUMBERS = re.compile(r"[\d.,]+")
 _TASKS = {"full": "full fine-tuning", "lora": "fine-tuning of adapters", "serve": "serving"}
 _PARTS = {
@@ -58,6 +59,8 @@ def verdict_text(answer: Answer) -> str:
         devices = chosen.plan.layout.world_size
         text += f" Sharded over {devices} devices ({chosen.name}) it needs "
         text += f"{gib(chosen.memory.total)} on each: it fits."
+    if chosen.plan.task != single.plan.task:
+        text += f" The plan is for that: task={chosen.plan.task}, not {single.plan.task}."
     return text
 
 
@@ -136,7 +139,7 @@ def _time(option: Option, answer: Answer) -> dict[str, Any]:
     return {
         "step_s": option.step_s,
         "tokens_per_s_per_device": option.tokens_per_s_per_device,
-        "mfu": option.mfu(answer.facts, answer.peak_flops),
+        "mfu": option.mfu(answer.peak_flops),
         **{f"{name}_s": value for name, value in parts.items()},
     }
 
@@ -157,7 +160,7 @@ def _traffic(option: Option, answer: Answer) -> list[dict[str, Any]]:
     if option.step is None:
         return [
             {"group": line.axis, "op": line.op, "bytes_per_step": line.bytes_per_step}
-            for line in traffic(option.plan, answer.facts)
+            for line in traffic(option.plan, option.facts)
         ]
     return [
         {
@@ -201,7 +204,7 @@ def _summary(option: Option, answer: Answer) -> dict[str, Any]:
         "total": _gib(option.memory.total),
         "step_s": option.step_s,
         "tokens_per_s_per_device": option.tokens_per_s_per_device,
-        "mfu": option.mfu(answer.facts, answer.peak_flops),
+        "mfu": option.mfu(answer.peak_flops),
     }
 
 
@@ -211,7 +214,7 @@ def _headline(answer: Answer) -> list[str]:
     if chosen is not None and chosen.tokens_per_s_per_device is not None:
         text = f"A step takes {seconds(chosen.step_s or 0.0)}: "
         text += f"{chosen.tokens_per_s_per_device:,.0f} tokens a second and device"
-        mfu = chosen.mfu(answer.facts, answer.peak_flops)
+        mfu = chosen.mfu(answer.peak_flops)
         lines.append(f"{text}, {100 * mfu:.0f}% MFU." if mfu is not None else f"{text}.")
     cost = answer.cost
     if cost is not None:
@@ -239,7 +242,7 @@ def _ranked(answer: Answer, top: int) -> RenderableType:
         table.add_column(name, justify="left" if name == "layout" else "right")
     for option in answer.ranked[:top]:
         step, tokens = option.step, option.tokens_per_s_per_device
-        mfu = option.mfu(answer.facts, answer.peak_flops)
+        mfu = option.mfu(answer.peak_flops)
         table.add_row(
             option.name,
             f"{option.memory.total / GIB:.1f}",
@@ -285,9 +288,9 @@ def _rejected(answer: Answer) -> RenderableType:
     for name, reason in answer.rejected:
         kind = " ".join(_NUMBERS.sub("", reason).split()[:2])
         kinds[kind] = kinds.get(kind, 0) + 1
-        if kinds[kind] <= _REJECTED_PER_REASON:
+        if kinds[kind] <= _REJECTED_PER_REASON and table.row_count < _REJECTED:
             table.add_row(name, reason)
-    hidden = sum(max(0, n - _REJECTED_PER_REASON) for n in kinds.values())
+    hidden = len(answer.rejected) - table.row_count
     if hidden:
         table.add_row(f"and {hidden} more", "all of them with --json")
     return Padding(table, (0, 0, 1, 2))
@@ -309,7 +312,7 @@ def _speed(option: Option, answer: Answer) -> RenderableType:
     if step.lines:
         rows.append(_groups(step))
     convention = ""
-    if option.mfu(answer.facts, answer.peak_flops) is not None:
+    if option.mfu(answer.peak_flops) is not None:
         convention = "MFU: 6 FLOPs a trained parameter and token (4 a frozen one) plus causal "
         convention += "attention, nothing counted "
         convention += "twice, of the dense bf16 peak. "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.config import GIB, Layout, Plan, Precision, Prediction
+from shardwise.config import GIB, Layout, Lora, Plan, Precision, Prediction
+from shardwise.models.adapters import complete
 from shardwise.models.facts import ModelFacts
+from shardwise.models.families import LORA
 from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, Verdict
 from shardwise.planner.layout import check_plan, legal_layouts, why_illegal, why_too_few_rows
 from shardwise.planner.memory import predict_memory, stage_bytes
@@ -74,6 +76,7 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
     if single.fits and not fixed:
         fitting.append(single)
     one_device = [lever for lever in levers if lever.fits]
+    same_task = [lever for lever in one_device if lever.plan.task == plan.task]
     if not fitting and not fixed:  # the task as asked, sharded, before cheaper settings on one
         fitting = one_device[:1]
     fitting = ranked_options(fitting)
@@ -82,7 +85,7 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
     rejected += [(option.name, option.shortfall) for option in too_large] + illegal
     return Answer(
         facts=facts,
-        verdict=_verdict(single, one_device, chosen),
+        verdict=_verdict(single, same_task, chosen),
         chosen=_with_stages(chosen, facts) if chosen else None,
         single=single,
         levers=levers,
@@ -102,12 +105,14 @@ def _with_stages(option: Option, facts: ModelFacts) -> Option:
     return replace(option, plan=plan)
 
 
-def _verdict(single: Option, one_device: list[Option], chosen: Option | None) -> Verdict:
+def _verdict(single: Option, same_task: list[Option], chosen: Option | None) -> Verdict:
+    """Adapters are another task: they are what is left where nothing else fits."""
     if single.fits:
         return "fits_one_device"
-    if one_device:
-        return "fits_compressed"
-    return "impossible" if chosen is None else "shard"
+    if chosen is None:
+        return "fits_compressed" if same_task else "impossible"
+    compressed = same_task or chosen.plan.task != single.plan.task
+    return "fits_compressed" if compressed else "shard"
 
 
 def _sharded(
@@ -197,7 +202,18 @@ def _levers(plan: Plan, facts: ModelFacts, clock: Clock) -> list[Option]:
     if one.precision.compute == "fp32":
         one = _bf16(one)
         steps.append(("+ compute=bf16 (states stay fp32)", one))
-    return [_option(name, candidate, facts, clock) for name, candidate in steps]
+    options = [_option(name, candidate, facts, clock) for name, candidate in steps]
+    if one.task == "full" and LORA in facts.family.proved:
+        options.append(_adapters(one, facts, clock))
+    return options
+
+
+def _adapters(plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
+    """Adapters in place of the whole model: another method, which learns less."""
+    facts = replace(facts, adapters=complete(Lora(), facts))
+    share = 100 * facts.num_trained_parameters / facts.num_parameters
+    name = f"+ task=lora (trains {share:.1f}% of the parameters: adapters, not the model)"
+    return _option(name, _lora(plan), facts, Clock.of(facts, clock.speeds or clock.why_none))
 
 
 def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
@@ -220,6 +236,7 @@ def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     return Option(
         name=name,
         plan=plan.model_copy(update={"predicted": Prediction(**evidence)}),  # type: ignore[arg-type]
+        facts=facts,
         memory=memory,
         step=step,
         traffic_bytes=sum(line.bytes_per_step for line in lines),
@@ -245,6 +262,10 @@ def _with(plan: Plan, layout: Layout) -> Plan:
     if layout.pp == 1:  # the schedule that was asked for is for layouts that have a pipeline
         plan = _train(plan, pipeline_schedule=DEFAULT_SCHEDULE)
     return plan.model_copy(update={"layout": layout})
+
+
+def _lora(plan: Plan) -> Plan:
+    return plan.model_copy(update={"task": "lora"})
 
 
 def _bf16(plan: Plan) -> Plan:
