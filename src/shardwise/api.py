@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from shardwise.config import Devices, Layout, Plan, Precision, parse, with_overrides
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.read import read_facts
+from shardwise.models.hub import local_model
+from shardwise.models.lookup import look_up
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
 from shardwise.planner.search import Answer, search
@@ -37,7 +38,8 @@ def plan(
     """Find out whether a model needs sharding for a task, and how to shard it. Uses no torch.
 
     Args:
-        model: directory with config.json, or that file (weights are not needed for planning).
+        model: directory with config.json, that file, a GGUF file, a hub id, or a name of the
+            catalogue (weights are not needed for planning).
         task: "full" fine-tuning, or "serve".
         gpus: devices, like "cpu:2" or "8xH100-80GB".
         memory_gib: memory of one device in GiB; None: the catalogue's, or an equal part of this
@@ -53,16 +55,17 @@ def plan(
         UserError: the model, the devices or a value cannot be used, or weights are there but not
             whole.
     """
-    asked = base_plan(model, task, layout or Layout(), gpus, memory_gib)
+    found = look_up(model)
+    asked = base_plan(found.model, task, layout or Layout(), gpus, memory_gib)
     asked = with_overrides(asked, overrides)
-    facts = read_facts(model)
     fixed = layout is not None or asked.layout != Layout()  # `overrides` may set it too
-    answer = search(asked, facts, machine, fixed=fixed)
-    return replace(answer, notes=_weight_notes(Path(model), facts))
+    answer = search(asked, found.facts, machine, fixed=fixed)
+    weights = _weight_notes(found.directory, found.facts) if found.directory else ()
+    return replace(answer, notes=(*found.notes, *weights))
 
 
 def base_plan(
-    model: str | Path,
+    model: str,
     task: str,
     layout: Layout,
     gpus: str | None = None,
@@ -71,7 +74,7 @@ def base_plan(
     """A plan with the defaults of a kind of device: fp32 compute on cpu, bf16 elsewhere."""
     devices = parse_devices(gpus, memory_gib) if gpus is not None else Devices()
     precision = Precision(compute="fp32" if devices.kind == "cpu" else "bf16")
-    data = {"model": str(Path(model).resolve()), "task": task, "layout": layout}
+    data = {"model": model, "task": task, "layout": layout}
     return parse(Plan, {**data, "devices": devices, "precision": precision}, source="plan")
 
 
@@ -123,6 +126,7 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
                 f"has {dist.get_world_size()}; start them with torchrun, or use a smaller layout."
             )
         mesh = build_mesh(plan.layout, kind)
+    plan = plan.model_copy(update={"model": local_model(plan.model)})
     serving = plan.task == "serve"
     at_rest = DTYPES[plan.precision.compute if serving else "fp32"]
     return load_model(plan, mesh, dtype or at_rest).model

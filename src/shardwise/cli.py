@@ -77,11 +77,17 @@ def shardwise(
     epilog=_example(
         "shardwise plan ./SmolLM2-135M-Instruct --gpus cpu:2 --memory 2 --seq-len 160 "
         "--out plan.yaml",
-        "shardwise plan ./Llama-3.1-8B --gpus 8xH100-80GB --seq-len 8192",
+        "shardwise plan llama-3.1-8b --gpus 8xH100-80GB --seq-len 8192",
     )
 )
 def plan(
-    model: Annotated[str, typer.Argument(help="Directory with config.json.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A directory with config.json, that file, a GGUF file, a hub id, or a name of "
+            "`shardwise catalog models`."
+        ),
+    ],
     task: Annotated[str, typer.Option(help="full (fine-tuning) or serve.")] = "full",
     gpus: Annotated[str, typer.Option(help="Devices, like cpu:2 or 8xH100-80GB.")] = "cpu:1",
     memory: Annotated[
@@ -211,6 +217,7 @@ def serve(
     from shardwise.config import Layout, load_plan, with_overrides
     from shardwise.launch.export import find_model
     from shardwise.launch.start import start_serve
+    from shardwise.models.hub import local_model
 
     overrides = [*([f"serve.port={port}"] if port is not None else []), *(set_ or [])]
     if Path(model).suffix in (".yaml", ".yml"):
@@ -219,8 +226,9 @@ def serve(
         plan_ = load_plan(model, overrides)
     else:
         shape = Layout() if layout is None else _layout(layout)
-        directory, _ = find_model(Path(model))
-        plan_ = with_overrides(base_plan(directory, "serve", shape, gpus), overrides)
+        directory, _ = find_model(Path(local_model(model)))
+        base = base_plan(str(directory.resolve()), "serve", shape, gpus)
+        plan_ = with_overrides(base, overrides)
     start_serve(plan_)
 
 
@@ -289,6 +297,25 @@ def devices(as_json: JsonOption = False) -> None:
     for device in load_devices().values():
         typer.echo(
             f"{device.name:<12} {device.usable_gib:7.2f} GiB  {device.source} ({device.date})"
+        )
+
+
+@catalog.command("models", epilog=_example("shardwise catalog models"))
+def models(as_json: JsonOption = False) -> None:
+    """List the models that a plan can name: parameters, those that work on a token, context."""
+    from shardwise.console import count
+    from shardwise.planner.capabilities import known_models
+
+    rows = known_models()
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        active = count(row["active"]) if row["active"] else "-"
+        typer.echo(
+            f"{row['name']:<30} {row['hub'][0]:<45} {row['family']:<17} "
+            f"{count(row['parameters']):>8} {active:>7} {row['context']:>9}  "
+            f"{'runs' if row['runs'] else 'planned only'}"
         )
 
 

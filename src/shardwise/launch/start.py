@@ -26,6 +26,7 @@ from shardwise.errors import UserError, missing_extra
 from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
 from shardwise.launch.rundir import check_resume, check_same_rows, claimed, tidy
+from shardwise.models.hub import local_model
 from shardwise.models.read import read_facts
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
@@ -91,6 +92,7 @@ def start_train(
         Interrupted: by Ctrl-C or SIGTERM.
     """
     _require_task(plan, "full")
+    plan = plan.model_copy(update={"model": local_model(plan.model)})
     device = device_type(plan)
     with ExitStack() as held:
 
@@ -120,7 +122,7 @@ def start_serve(plan: Plan) -> None:
         import uvicorn  # noqa: F401
     except ImportError:
         raise missing_extra("fastapi", "serve", "serving") from None
-    plan = check_model(plan)
+    plan = check_model(plan.model_copy(update={"model": local_model(plan.model)}))
     load_tokenizer(plan.model)
     _check_port(plan.serve.host, plan.serve.port)
     _announce(plan, "serve")

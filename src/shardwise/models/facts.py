@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.models.families import Family
-from shardwise.models.layers import Latent, LayerKind, Param, layer_params
+from shardwise.models.layers import Latent, LayerKind, Linear, Param, layer_params
 
 HEAD = "lm_head.weight"
 """name of what a model may tie to its embedding"""
@@ -32,11 +32,14 @@ class ModelFacts:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    qk_norm: bool
     max_positions: int
     dropout: tuple[str, float] | None
     """config key and value of a dropout that is not zero"""
     dtype: str
     latent: Latent | None = None
+    linear: Linear | None = None
+    """of the layers that have no keys and values"""
     num_experts: int = 0
     """of each layer that has experts; 0: none has"""
     experts_per_token: int = 0
@@ -79,7 +82,7 @@ class ModelFacts:
 
     @property
     def cache_size(self) -> int:
-        """Values that a layer caches of a token."""
+        """Values that a layer caches of a token, if it is not linear."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope_dim
         return self.k_size + self.v_size
@@ -188,3 +191,9 @@ class ModelFacts:
     def num_parameters(self) -> int:
         """All parameters; tied ones counted once."""
         return sum(map(math.prod, self.parameter_shapes.values()))
+
+    @property
+    def num_parameters_met(self) -> int:
+        """Parameters that work on a token, as makers of mixtures count: its layers and the head."""
+        layers = sum(self.num_active_parameters(kind) for kind in self.layers)
+        return layers + self.vocab_size * self.hidden_size

@@ -52,6 +52,11 @@ class Experts:
     """whether the router has a correction of its scores that is stored and not trained"""
     shared: str | None = None
     """config key of how many experts every token goes through"""
+    shared_width: str | None = None
+    """config key of the width of those that every token goes through, together"""
+    shared_name: str = "shared_experts"
+    shared_gate: bool = False
+    """whether a token weighs by itself what comes of them"""
     balance_loss: bool = True
     """whether transformers adds the router's balance loss if asked to"""
 
@@ -74,23 +79,28 @@ class Family:
     model_type: str
     norms: tuple[str, ...]
     """names of the norms of one layer, each of `hidden_size` values"""
-    qk_norm: bool = False
-    """q_norm and k_norm over `head_dim`"""
+    qk_norm: bool | None = False
+    """q_norm and k_norm over `head_dim`; None: as `use_qk_norm` of the config says"""
     qkv_bias: bool | None = False
     """None: as `attention_bias` of the config says"""
     o_bias: bool | None = False
     """None: as `attention_bias` of the config says"""
     mlp_bias: bool | None = False
     """None: as `mlp_bias` of the config says"""
-    attention: Literal["heads", "fused", "latent", "conv1d"] = "heads"
+    attention: Literal["heads", "fused", "latent", "conv1d", "output gate"] = "heads"
     mlp: Literal["gated", "fused", "conv1d"] = "gated"
-    """kinds of `models/layers.py`"""
+    linear: Literal["one matrix", "a matrix each"] | None = None
+    """how the linear attention of some layers projects its inputs; None: all attend to all tokens.
+    These are kinds of `models/layers.py`"""
+    mlp_name: str = "mlp"
     norm_bias: bool = False
     sinks: bool = False
     """whether each head has a logit of its own that takes from all others"""
     names: Names = Names()
     keys: Mapping[str, str] = field(default_factory=dict)
     """usual config key -> what this family calls it"""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """sizes that published configs leave to transformers' config class"""
     default_attention_bias: bool = False
     default_head_dim: int | None = None
     """head_dim where the config has none; None: hidden_size / num_attention_heads"""
@@ -107,6 +117,9 @@ class Family:
     default_window: int = 4096
     default_pattern: int = 6
     """of `sliding_window_pattern`"""
+    windowed: str = "sliding_attention"
+    """what `layer_types` calls a layer with a window. Llama 4's are chunks: a token sees those
+    before it in its own chunk, at most as many"""
     tp_rules: Mapping[str, str] = field(default_factory=dict)
     """what transformers' tensor-parallel table lacks, or has otherwise"""
     dropouts: Mapping[str, float] = field(default_factory=lambda: {"attention_dropout": 0.0})
@@ -119,6 +132,14 @@ class Family:
     """which layers of a mixture have a plain MLP: the first `first_k_dense_replace`, or those that
     `mlp_only_layers` and `decoder_sparse_step` say"""
     proved: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
+    """of a family that nothing is proved for, so that Shardwise does not run it: the kinds that the
+    planner counts all the same"""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of parallelism that a plan for this family may have."""
+        return self.proved or self.planned
 
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -151,11 +172,19 @@ _QWEN_EXPERTS = StoredExperts(
     up="experts.{}.up_proj.weight",
     down="experts.{}.down_proj.weight",
 )
+_QWEN_SHARED = Experts(
+    stored=_QWEN_EXPERTS,
+    shared_width="shared_expert_intermediate_size",
+    shared_name="shared_expert",
+    shared_gate=True,
+)
 
 _DENSE_KINDS = tuple(kind for kind in ALL_KINDS if kind != "ep")
 _UNRULED_KINDS = ("dp", "fsdp", "ZeRO-1", "ZeRO-2", "dp x fsdp")
 """of a model whose matrices nobody has rules for"""
 _EXPERT_KINDS = tuple(kind for kind in ALL_KINDS if kind != "serve tp")
+_UNSPLIT_KINDS = tuple(k for k in _DENSE_KINDS if not {"tp", "cp", "parallel"} & set(k.split()))
+"""of layers with a state that runs along the sequence, which nobody here cuts"""
 
 FAMILIES: dict[str, Family] = {
     row.model_type: row
@@ -202,6 +231,11 @@ FAMILIES: dict[str, Family] = {
             o_bias=None,
             default_head_dim=256,
             default_kv_heads=4,
+            defaults={
+                "num_attention_heads": 8,
+                "vocab_size": 262208,
+                "max_position_embeddings": 131072,
+            },
             tied_by_default=True,
             sliding="pattern",
             fp32_norm_output=True,
@@ -307,6 +341,121 @@ FAMILIES: dict[str, Family] = {
             },
             dropouts={"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
             proved=_UNRULED_KINDS,
+        ),
+        Family(
+            model_type="smollm3",
+            norms=_LLAMA_NORMS,
+            qkv_bias=None,
+            o_bias=None,
+            mlp_bias=None,
+            default_kv_heads=4,
+            tied_by_default=True,
+            planned=_DENSE_KINDS,
+        ),
+        Family(
+            model_type="gemma2",
+            norms=_SANDWICH_NORMS,
+            qkv_bias=None,
+            o_bias=None,
+            default_head_dim=256,
+            default_kv_heads=4,
+            tied_by_default=True,
+            sliding="pattern",
+            default_pattern=2,
+            fp32_norm_output=True,
+            planned=_DENSE_KINDS,
+        ),
+        Family(
+            model_type="glm4",
+            norms=(*_LLAMA_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
+            qkv_bias=None,
+            mlp="fused",
+            default_attention_bias=True,
+            default_head_dim=128,
+            default_kv_heads=2,
+            planned=_DENSE_KINDS,
+        ),
+        Family(
+            model_type="glm4_moe",
+            norms=_LLAMA_NORMS,
+            qk_norm=None,
+            qkv_bias=None,
+            default_kv_heads=8,
+            experts=Experts(
+                stored=_QWEN_EXPERTS, corrected=True, shared="n_shared_experts", balance_loss=False
+            ),
+            dense_layers="first",
+            keys={"num_experts": "n_routed_experts"},
+            planned=_EXPERT_KINDS,
+        ),
+        Family(
+            model_type="llama4_text",
+            norms=_LLAMA_NORMS,
+            qkv_bias=None,
+            o_bias=None,
+            default_head_dim=128,
+            default_kv_heads=8,
+            mlp_name="feed_forward",
+            sliding="pattern",
+            default_window=8192,
+            default_pattern=4,
+            windowed="chunked_attention",
+            keys={
+                "intermediate_size": "intermediate_size_mlp",
+                "expert_width": "intermediate_size",
+                "num_experts": "num_local_experts",
+                "decoder_sparse_step": "interleave_moe_layer_step",
+                "sliding_window": "attention_chunk_size",
+            },
+            experts=Experts(
+                stored=None,
+                width="expert_width",
+                router="router",
+                transposed=True,
+                shared_width="expert_width",
+                shared_name="shared_expert",
+            ),
+            dense_layers="listed",
+            planned=_EXPERT_KINDS,
+        ),
+        Family(
+            model_type="qwen3_next",
+            norms=_LLAMA_NORMS,
+            attention="output gate",
+            qk_norm=True,
+            qkv_bias=None,
+            o_bias=None,
+            linear="one matrix",
+            default_head_dim=256,
+            default_kv_heads=2,
+            experts=_QWEN_SHARED,
+            dense_layers="listed",
+            planned=(*_UNSPLIT_KINDS, "ep"),
+        ),
+        Family(
+            model_type="qwen3_5_text",
+            norms=_LLAMA_NORMS,
+            attention="output gate",
+            qk_norm=True,
+            qkv_bias=None,
+            o_bias=None,
+            linear="a matrix each",
+            default_head_dim=256,
+            default_kv_heads=4,
+            planned=_UNSPLIT_KINDS,
+        ),
+        Family(
+            model_type="qwen3_5_moe_text",
+            norms=_LLAMA_NORMS,
+            attention="output gate",
+            qk_norm=True,
+            qkv_bias=None,
+            o_bias=None,
+            linear="a matrix each",
+            default_head_dim=256,
+            default_kv_heads=2,
+            experts=_QWEN_SHARED,
+            planned=(*_UNSPLIT_KINDS, "ep"),
         ),
     )
 }

@@ -11,11 +11,10 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.families import FAMILIES, Family
-from shardwise.models.layers import Latent, LayerKind
+from shardwise.models.layers import Latent, LayerKind, Linear
 
 CONFIG_FILE = "config.json"
 _DEFAULT_Q_RANK = 1536  # of transformers' config class
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0.0, 0),
     "use_sliding_window": (False,),
@@ -25,10 +24,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_facts(model: str | Path) -> ModelFacts:
-    """Read the facts of a model directory (or of a config.json).
+    """Read the facts of a model directory (or of a config.json) that Shardwise can run.
 
     Raises:
-        UserError: no readable config.json, a key is missing, or the family is not supported.
+        UserError: no readable config.json, a key is missing, or the model cannot be run.
     """
     path = Path(model)
     file = path / CONFIG_FILE if path.is_dir() else path
@@ -37,19 +36,43 @@ def read_facts(model: str | Path) -> ModelFacts:
             f"no model at {str(model)!r}: expected a directory with {CONFIG_FILE}, or that file "
             "(models are not downloaded; fetch one first and give its directory)."
         )
+    return facts_of_config(read_config(file), source=str(file))
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The content of a config.json.
+
+    Raises:
+        UserError: the file is not readable, or holds no JSON object.
+    """
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {file} as JSON: {error}.") from None
     if not isinstance(config, dict):
         raise UserError(f"{file} holds no JSON object.")
-    return facts_of_config(config, source=str(file))
+    return config
 
 
-def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
-    """The facts in the content of a config.json; `source` names it in errors."""
+def facts_of_config(
+    config: Mapping[str, Any], *, source: str, planning: bool = False
+) -> ModelFacts:
+    """The facts in the content of a config.json.
+
+    Args:
+        source: names it in errors.
+        planning: read what can only be planned too; `why_not_run` says what that is.
+
+    Raises:
+        UserError: a key is missing or wrong, or the model cannot be planned (or run).
+    """
     family = _family(config, source)
-    _refuse_what_is_not_proved(config, family, source)
+    config = {**family.defaults, **config}
+    _refuse_what_is_not_causal(config, source)
+    reason = None if planning else why_not_run(config)
+    if reason is not None:
+        others = "" if family.proved else f"; it runs {_running()}"
+        raise UserError(f"{source}: {reason}{others}.")
     size = _Sizes(config, source, family.keys)
     num_heads = size.required("num_attention_heads")
     hidden_size = size.required("hidden_size")
@@ -67,11 +90,14 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
         )
     if hidden_size % num_heads and family.attention == "conv1d":
         raise UserError(f"{source}: {num_heads} heads do not divide the width {hidden_size}.")
+    layers = _layer_kinds(config, family, size)
+    if all(kind.has_experts for kind in layers):
+        width = 0  # no layer has a plain MLP
     return ModelFacts(
         family=family,
         hidden_size=hidden_size,
         intermediate_size=size.optional("intermediate_size", width),
-        layers=_layer_kinds(config, family, size),
+        layers=layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=latent.nope_dim + latent.rope_dim
@@ -82,12 +108,60 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=size.flag("use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
         max_positions=size.required("max_position_embeddings"),
         dropout=_dropout(config, family, source),
         dtype=dtype,
         latent=latent,
+        linear=_linear(size) if family.linear else None,
         **_experts(config, family, size),
     )
+
+
+def why_not_run(config: Mapping[str, Any]) -> str | None:
+    """The reason why a model that can be planned cannot be run; None if it can.
+
+    Some kinds of rotary embedding change with the padded length of a row.
+    """
+    family = FAMILIES[str(config["model_type"])]
+    if not family.proved:
+        return f"Shardwise does not run {family.model_type} yet"
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "") if isinstance(quantised, Mapping) else ""
+        how = f" ({method})" if method else ""
+        return (
+            f"the model is quantised{how}, which this version cannot shard; "
+            "give the unquantised model"
+        )
+    for kind in sorted(_rope_types(config)):
+        if kind not in family.rope_types:
+            return (
+                f"rope type {kind!r} is not proved equal to one process; those that "
+                f"are: {', '.join(family.rope_types)}"
+            )
+    return None
+
+
+def _running() -> str:
+    return ", ".join(sorted(name for name, family in FAMILIES.items() if family.proved))
+
+
+def _linear(size: _Sizes) -> Linear:
+    """Sizes of a linear attention, with the defaults of transformers' config classes."""
+    linear = Linear(
+        num_key_heads=size.optional("linear_num_key_heads", 16),
+        num_value_heads=size.optional("linear_num_value_heads", 32),
+        key_dim=size.optional("linear_key_head_dim", 128),
+        value_dim=size.optional("linear_value_head_dim", 128),
+        kernel=size.optional("linear_conv_kernel_dim", 4),
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        raise UserError(
+            f"{size.source}: {linear.num_value_heads} linear value heads are no multiple of "
+            f"{linear.num_key_heads} linear key heads."
+        )
+    return linear
 
 
 def _latent(config: Mapping[str, Any], family: Family, size: _Sizes) -> Latent | None:
@@ -135,31 +209,38 @@ def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[st
         )
     key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
     num_experts, chosen = size.required(key), size.required("num_experts_per_tok")
-    groups = size.optional("n_group", 8) if row.corrected else 1
+    groups = size.optional("n_group", 8 if family.attention == "latent" else 1)
+    groups = groups if row.corrected else 1
     if chosen > num_experts or num_experts % groups:
         raise UserError(
             f"{size.source}: {chosen} of {num_experts} experts in {groups} groups; "
             "num_experts_per_tok can be at most their number, and n_group must divide it."
         )
     width = size.required(row.width)
-    shared = size.required(row.shared) if row.shared else 0
+    shared = size.required(row.shared) * width if row.shared else 0
+    if row.shared_width:
+        shared = size.required(row.shared_width)
     return {
         "num_experts": num_experts,
         "experts_per_token": chosen,
         "expert_width": width,
-        "shared_width": shared * width,
+        "shared_width": shared,
         "balance_weight": size.number("router_aux_loss_coef", 0.001) if balance else None,
     }
 
 
 def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tuple[LayerKind, ...]:
     num_layers = size.required("num_hidden_layers")
-    sliding = _sliding_layers(config, family, num_layers, size)
-    window = None
+    types = _layer_types(config, family, num_layers, size)
+    sliding = [kind == family.windowed for kind in types or ()] or _sliding_layers(
+        config, family, num_layers, size
+    )
+    linear = _linear_layers(types, family, num_layers, size)
+    window, key = None, family.keys.get("sliding_window", "sliding_window")
     if any(sliding):
-        if "sliding_window" in config and config["sliding_window"] is None:
+        if key in config and config[key] is None:
             raise UserError(
-                f"{size.source}: sliding_window is null, and {sum(sliding)} layers have a sliding "
+                f"{size.source}: {key} is null, and {sum(sliding)} layers have a sliding "
                 f"window; set it to a number of tokens, such as {family.default_window}."
             )
         window = size.optional("sliding_window", family.default_window)
@@ -168,9 +249,45 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tup
         LayerKind(
             has_experts=family.experts is not None and not is_dense,
             window=window if is_sliding else None,
+            is_linear=is_linear,
         )
-        for is_sliding, is_dense in zip(sliding, dense, strict=True)
+        for is_sliding, is_dense, is_linear in zip(sliding, dense, linear, strict=True)
     )
+
+
+def _layer_types(
+    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+) -> list[str] | None:
+    """What the config says each layer is; None: it says nothing."""
+    reads = family.sliding in ("upper", "pattern") or family.linear
+    types = config.get("layer_types") if reads else None
+    if not types:
+        return None
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise UserError(
+            f"{size.source}: layer_types is {types!r}; expected one entry for each of the "
+            f"{num_layers} layers."
+        )
+    known = ("full_attention", "linear_attention" if family.linear else family.windowed)
+    strange = sorted({str(kind) for kind in types} - set(known))
+    if strange:
+        raise UserError(
+            f"{size.source}: layers of the type {strange[0]!r} are not proved; those that are: "
+            f"{', '.join(known)}."
+        )
+    return types
+
+
+def _linear_layers(
+    types: list[str] | None, family: Family, num_layers: int, size: _Sizes
+) -> list[bool]:
+    """For each layer whether its attention is linear."""
+    if not family.linear:
+        return [False] * num_layers
+    if types:
+        return [kind == "linear_attention" for kind in types]
+    every = size.optional("full_attention_interval", 4)
+    return [(number + 1) % every != 0 for number in range(num_layers)]
 
 
 def _dense_layers(
@@ -191,25 +308,16 @@ def _dense_layers(
 
 def _family(config: Mapping[str, Any], source: str) -> Family:
     model_type = config.get("model_type")
-    if config.get("quantization_config"):
-        raise UserError(
-            f"{source}: the model is quantised, which this version cannot shard; "
-            "give the unquantised model."
-        )
     if model_type not in FAMILIES:
         raise UserError(
             f"{source}: model_type {model_type!r} is not proved equal to one process yet; "
-            f"the families that are: {', '.join(sorted(FAMILIES))}."
+            f"the families that are: {_running()}."
         )
     return FAMILIES[str(model_type)]
 
 
-def _refuse_what_is_not_proved(config: Mapping[str, Any], family: Family, source: str) -> None:
-    """Settings under which a supported family computes something else.
-
-    Rows are padded on the right without a mask, which only a causal model may not see; and some
-    kinds of rotary embedding change with the padded length.
-    """
+def _refuse_what_is_not_causal(config: Mapping[str, Any], source: str) -> None:
+    """Rows are padded on the right without a mask, which only a causal model may not see."""
     if config.get("use_bidirectional_attention"):
         raise UserError(
             f"{source}: use_bidirectional_attention lets tokens attend to later ones; only causal "
@@ -220,12 +328,6 @@ def _refuse_what_is_not_proved(config: Mapping[str, Any], family: Family, source
             f"{source}: add_cross_attention makes a decoder of an encoder's output; only models of "
             "their own are supported."
         )
-    for kind in _rope_types(config):
-        if kind not in family.rope_types:
-            raise UserError(
-                f"{source}: rope type {kind!r} is not proved equal to one process; those that "
-                f"are: {', '.join(family.rope_types)}."
-            )
 
 
 def _rope_types(config: Mapping[str, Any]) -> set[str]:
@@ -255,20 +357,6 @@ def _sliding_layers(
     config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
 ) -> list[bool]:
     """For each layer whether it has a sliding window, as transformers' config classes decide."""
-    types = config.get("layer_types") if family.sliding in ("upper", "pattern") else None
-    if types:
-        if not isinstance(types, list) or len(types) != num_layers:
-            raise UserError(
-                f"{size.source}: layer_types is {types!r}; expected one entry for each of the "
-                f"{num_layers} layers."
-            )
-        strange = sorted({str(kind) for kind in types} - set(_LAYER_TYPES))
-        if strange:
-            raise UserError(
-                f"{size.source}: layers of the type {strange[0]!r} are not proved; those that are: "
-                f"{', '.join(_LAYER_TYPES)}."
-            )
-        return [kind == "sliding_attention" for kind in types]
     if family.sliding == "all":
         return [bool(config.get("sliding_window", family.default_window))] * num_layers
     if family.sliding == "given":

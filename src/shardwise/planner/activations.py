@@ -44,7 +44,7 @@ def _attention(facts: ModelFacts, layout: Layout, c: int) -> int:
         kept += (heads + kv_heads) * facts.head_dim * c
     if _copies_output(facts):
         kept += facts.attention_size // tp * c
-    if facts.family.qk_norm:
+    if facts.qk_norm:
         norm = _norm(facts, 1, c) - FP32
         kept += (heads + kv_heads) * facts.head_dim * norm + 2 * heads * FP32
     if facts.latent is not None:
