@@ -87,6 +87,17 @@ class ModelFacts:
             return self.latent.kv_rank + self.latent.rope_dim
         return self.k_size + self.v_size
 
+    @property
+    def num_layers_with_cache(self) -> int:
+        """Layers that cache keys and values of each token."""
+        return sum(not kind.is_linear for kind in self.layers)
+
+    @property
+    def state_size(self) -> int:
+        """Values that the linear layers keep of a sequence, in fp32."""
+        linear = self.linear.state if self.linear is not None else 0
+        return (self.num_layers - self.num_layers_with_cache) * linear
+
     @cached_property
     def _params(self) -> dict[LayerKind, dict[str, Param]]:
         return {kind: layer_params(self, kind) for kind in set(self.layers)}

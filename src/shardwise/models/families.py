@@ -94,6 +94,8 @@ class Family:
     These are kinds of `models/layers.py`"""
     mlp_name: str = "mlp"
     norm_bias: bool = False
+    partial_rotary: bool = False
+    """whether only some numbers of a head are rotated and then joined with the others anew"""
     sinks: bool = False
     """whether each head has a logit of its own that takes from all others"""
     names: Names = Names()
@@ -367,6 +369,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             model_type="glm4",
+            partial_rotary=True,
             norms=(*_LLAMA_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
             qkv_bias=None,
             mlp="fused",
@@ -377,6 +380,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             model_type="glm4_moe",
+            partial_rotary=True,
             norms=_LLAMA_NORMS,
             qk_norm=None,
             qkv_bias=None,
@@ -422,10 +426,12 @@ FAMILIES: dict[str, Family] = {
             model_type="qwen3_next",
             norms=_LLAMA_NORMS,
             attention="output gate",
+            partial_rotary=True,
             qk_norm=True,
             qkv_bias=None,
             o_bias=None,
             linear="one matrix",
+            fp32_norm_output=True,
             default_head_dim=256,
             default_kv_heads=2,
             experts=_QWEN_SHARED,
@@ -436,10 +442,12 @@ FAMILIES: dict[str, Family] = {
             model_type="qwen3_5_text",
             norms=_LLAMA_NORMS,
             attention="output gate",
+            partial_rotary=True,
             qk_norm=True,
             qkv_bias=None,
             o_bias=None,
             linear="a matrix each",
+            fp32_norm_output=True,
             default_head_dim=256,
             default_kv_heads=4,
             planned=_UNSPLIT_KINDS,
@@ -448,10 +456,12 @@ FAMILIES: dict[str, Family] = {
             model_type="qwen3_5_moe_text",
             norms=_LLAMA_NORMS,
             attention="output gate",
+            partial_rotary=True,
             qk_norm=True,
             qkv_bias=None,
             o_bias=None,
             linear="a matrix each",
+            fp32_norm_output=True,
             default_head_dim=256,
             default_kv_heads=2,
             experts=_QWEN_SHARED,
