@@ -141,6 +141,8 @@ def keep_like_the_kernels(monkeypatch: pytest.MonkeyPatch, model_type: str) -> N
         ("Q35", "linear_attention"),
         ("Q35M", "full_attention"),
         ("Q35M", "linear_attention"),
+        ("L4", "full_attention"),
+        ("L4", "chunked_attention"),
     ],
 )
 def test_activations_of_a_layer_are_what_autograd_keeps(
@@ -153,11 +155,16 @@ def test_activations_of_a_layer_are_what_autograd_keeps(
         monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
     if layer_type == "linear_attention":
         keep_like_the_kernels(monkeypatch, config.model_type)
+    if name == "L4":  # its layers without experts: transformers gives every expert every token
+        config.moe_layers = []
+        config.no_rope_layers = [int(layer_type != "full_attention")] * 4
     deep, shallow = (kept_bytes(config, n, 128, dtype, layer_type) for n in (4, 2))
     counted = (deep - shallow) / 2 / 128
     kinds = [k for k in facts.layers if k.is_linear == (layer_type == "linear_attention")]
-    kinds = [k for k in kinds if bool(k.window) == (layer_type == "sliding_attention")]
+    has_window = layer_type in ("sliding_attention", "chunked_attention")
+    kinds = [k for k in kinds if bool(k.window) == has_window]
     kind, c = kinds[-1], dtype.itemsize
+    kind = kind._replace(has_experts=False) if name == "L4" else kind
     planned = activation_bytes_per_token(facts, kind, Layout(), compute_bytes=c)
     planned += masked_bytes_per_token(facts, kind, Layout(), c, seq_len=128)
     assert planned == pytest.approx(counted, rel=0.02)

@@ -33,6 +33,7 @@ class ModelFacts:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    unit_heads: bool
     max_positions: int
     dropout: tuple[str, float] | None
     """config key and value of a dropout that is not zero"""

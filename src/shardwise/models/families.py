@@ -87,6 +87,9 @@ class Family:
     """None: as `attention_bias` of the config says"""
     mlp_bias: bool | None = False
     """None: as `mlp_bias` of the config says"""
+    unit_heads: bool = False
+    """whether queries and keys of layers with a window may be made as long as each other in fp32,
+    without a weight; `use_qk_norm` of the config says so, true where it has none"""
     attention: Literal["heads", "fused", "latent", "conv1d", "output gate"] = "heads"
     mlp: Literal["gated", "fused", "conv1d"] = "gated"
     linear: Literal["one matrix", "a matrix each"] | None = None
@@ -137,6 +140,11 @@ class Family:
     planned: tuple[str, ...] = ()
     """of a family that nothing is proved for, so that Shardwise does not run it: the kinds that the
     planner counts all the same"""
+
+    @property
+    def norms_after_mlp(self) -> bool:
+        """Whether a layer norms what its MLP gives."""
+        return bool({"post_feedforward_layernorm", "post_mlp_layernorm"} & set(self.norms))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -399,6 +407,7 @@ FAMILIES: dict[str, Family] = {
             o_bias=None,
             default_head_dim=128,
             default_kv_heads=8,
+            unit_heads=True,
             mlp_name="feed_forward",
             sliding="pattern",
             default_window=8192,

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
+from shardwise.models.families import FAMILIES
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -88,11 +89,10 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     num_experts = header.values.get(f"{architecture}.expert_count")
     model_type = _MODEL_TYPES[architecture]
     if num_experts:
-        if architecture == "llama":
-            model_type = "mixtral"
-        if "moe_intermediate_size" in found and model_type == "gpt_oss":
-            found["intermediate_size"] = found.pop("moe_intermediate_size")
-        found["num_experts"] = num_experts
+        model_type = "mixtral" if architecture == "llama" else model_type
+        found[FAMILIES[model_type].keys.get("num_experts", "num_experts")] = num_experts
+        if model_type == "gpt_oss":  # which has no plain MLP
+            found["intermediate_size"] = found.pop("moe_intermediate_size", None)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError(f"{path}: the GGUF file has no tensor 'token_embd.weight'.")

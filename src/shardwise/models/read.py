@@ -109,6 +109,7 @@ def facts_of_config(
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=size.flag("use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
+        unit_heads=family.unit_heads and size.flag("use_qk_norm", True),
         max_positions=size.required("max_position_embeddings"),
         dropout=_dropout(config, family, source),
         dtype=dtype,

@@ -30,6 +30,11 @@ def activation_bytes_per_token(
     norms //= layout.sequence_parts
     mlp = _experts(facts, layout, c) if kind.has_experts else _mlp(facts, layout, c)
     attention = _linear_attention(facts, c) if kind.is_linear else _attention(facts, layout, c)
+    if facts.unit_heads and kind.window is not None:  # in fp32, and one number a head
+        heads = facts.num_heads // layout.tp + facts.num_kv_heads // min(
+            layout.tp, facts.num_kv_heads
+        )
+        attention += heads * (facts.head_dim + 1) * FP32
     return norms + attention + mlp
 
 

@@ -103,6 +103,8 @@ def legal_tp_sizes(facts: ModelFacts) -> list[int]:
 
     KV heads may also be fewer than ranks, if each can be held by equally many.
     """
+    if not {"tp", "serve tp"} & set(facts.family.kinds):
+        return [1]
     split = _split_by_tp(facts)
     largest = min(number for what, number in split.items() if what != KV)
     return [
