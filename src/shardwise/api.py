@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from shardwise.config import Devices, Layout, Plan, Precision, parse, with_overrides
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.hub import local_model
-from shardwise.models.lookup import look_up
+from shardwise.models.lookup import local_model, look_up
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
 from shardwise.planner.search import Answer, search

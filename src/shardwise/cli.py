@@ -204,7 +204,9 @@ def export(
     )
 )
 def serve(
-    model: Annotated[str, typer.Argument(help="A model directory, a run, or a plan file.")],
+    model: Annotated[
+        str, typer.Argument(help="A model directory, a run, a plan, or a cached hub id.")
+    ],
     layout: LayoutOption = None,
     gpus: Annotated[
         str | None, typer.Option(help="Devices, like cpu:3. Default: cpu, one per rank.")
@@ -217,7 +219,7 @@ def serve(
     from shardwise.config import Layout, load_plan, with_overrides
     from shardwise.launch.export import find_model
     from shardwise.launch.start import start_serve
-    from shardwise.models.hub import local_model
+    from shardwise.models.lookup import local_model
 
     overrides = [*([f"serve.port={port}"] if port is not None else []), *(set_ or [])]
     if Path(model).suffix in (".yaml", ".yml"):
@@ -310,6 +312,9 @@ def models(as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
+    typer.echo(
+        f"{'name':<30} {'hub':<45} {'family':<17} {'params':>8} {'active':>7} {'context':>9}"
+    )
     for row in rows:
         active = count(row["active"]) if row["active"] else "-"
         typer.echo(

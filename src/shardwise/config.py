@@ -249,7 +249,10 @@ class Plan(Config):
     """Everything that a run needs, in one file. Only `model`, `task` and `layout` are required."""
 
     version: Literal[1] = 1
-    model: str = Field(description="directory with config.json and safetensors files")
+    model: str = Field(
+        description="directory with config.json and safetensors files, or a hub id whose files are "
+        "in the local hub cache"
+    )
     task: Literal["full", "serve"] = Field(description="full fine-tuning, or serving")
     layout: Layout
     devices: Devices = Devices()

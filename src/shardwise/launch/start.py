@@ -26,7 +26,7 @@ from shardwise.errors import UserError, missing_extra
 from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
 from shardwise.launch.rundir import check_resume, check_same_rows, claimed, tidy
-from shardwise.models.hub import local_model
+from shardwise.models.lookup import local_model
 from shardwise.models.read import read_facts
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan

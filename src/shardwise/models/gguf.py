@@ -54,6 +54,7 @@ _KEYS = {
 class Header:
     """What a GGUF file says of itself."""
 
+    path: Path
     values: dict[str, Any]
     """of a list of texts only how many they are"""
     tensors: dict[str, tuple[int, ...]]
@@ -68,18 +69,17 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def config_of_gguf(path: Path) -> dict[str, Any]:
+def config_of_gguf(header: Header) -> dict[str, Any]:
     """The keys of a config.json that a GGUF file's header says.
 
     Raises:
-        UserError: the file is no GGUF, ends within its header, or holds another kind of model.
+        UserError: it is of a kind of model that is not read.
     """
-    header = read_header(path)
     architecture = header.values.get("general.architecture")
     if architecture not in _MODEL_TYPES:
         raise UserError(
-            f"{path}: a GGUF file of the architecture {architecture!r} cannot be planned; those "
-            f"that can: {', '.join(sorted(_MODEL_TYPES))}."
+            f"{header.path}: a GGUF file of the architecture {architecture!r} cannot be planned; "
+            f"those that can: {', '.join(sorted(_MODEL_TYPES))}."
         )
     found = {
         key: header.values[f"{architecture}.{name}"]
@@ -95,7 +95,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
             found["intermediate_size"] = found.pop("moe_intermediate_size", None)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
-        raise UserError(f"{path}: the GGUF file has no tensor 'token_embd.weight'.")
+        raise UserError(f"{header.path}: the GGUF file has no tensor 'token_embd.weight'.")
     return {
         **found,
         "model_type": model_type,
@@ -107,19 +107,19 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     }
 
 
-def check_count(path: Path, facts: ModelFacts) -> None:
+def check_count(header: Header, facts: ModelFacts) -> None:
     """Make sure that a file's tensors have as many values as its header's sizes make.
 
     Raises:
         UserError: they have not, so that the plan would be of another model.
     """
-    tensors = read_header(path).tensors.items()
+    tensors = header.tensors.items()
     # tables for the rotary embedding are no parameters
     count = sum(math.prod(shape) for name, shape in tensors if not name.startswith("rope_"))
     if count != facts.num_parameters:
         raise UserError(
-            f"{path}: its tensors hold {count:,} values, a {facts.model_type} of its sizes has "
-            f"{facts.num_parameters:,} parameters; plan with the model's config.json."
+            f"{header.path}: its tensors hold {count:,} values, a {facts.model_type} of its sizes "
+            f"has {facts.num_parameters:,} parameters; plan with the model's config.json."
         )
 
 
@@ -148,7 +148,7 @@ def read_header(path: Path) -> Header:
         one = _read_one(part)
         values |= one.values
         tensors |= one.tensors
-    return Header(values=values, tensors=tensors)
+    return Header(path=path, values=values, tensors=tensors)
 
 
 def _read_one(path: Path) -> Header:
@@ -162,7 +162,8 @@ def _read_one(path: Path) -> Header:
                 raise UserError(f"{path}: GGUF version {version} is not read; 2 and 3 are.")
             num_tensors, num_values = reader.number("Q"), reader.number("Q")
             values = {reader.text(): reader.value() for _ in range(num_values)}
-            return Header(values=values, tensors=dict(reader.tensor() for _ in range(num_tensors)))
+            tensors = dict(reader.tensor() for _ in range(num_tensors))
+            return Header(path=path, values=values, tensors=tensors)
     except (_Broken, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the GGUF file's header is broken: {error}.") from None
 

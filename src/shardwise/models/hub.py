@@ -11,8 +11,8 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from shardwise.errors import UserError
+from shardwise.models.read import CONFIG_FILE
 
-CONFIG_FILE = "config.json"
 _HALF = r"[A-Za-z0-9](?:[A-Za-z0-9_]|[-.](?![-.]))*(?<![-.])"
 _HUB_ID = re.compile(f"{_HALF}/{_HALF}")
 _TIMEOUT_S = 10.0
@@ -29,6 +29,14 @@ def cached_directory(hub_id: str) -> Path | None:
 
     found = try_to_load_from_cache(hub_id, CONFIG_FILE)
     return Path(found).parent if isinstance(found, str) else None
+
+
+def name_of(directory: str | Path) -> str:
+    """What people call the model in a directory, which in the hub cache is named by a revision."""
+    path = Path(directory)
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.split("--")[-1]
+    return path.name
 
 
 def fetch_config(hub_id: str, hint: str) -> dict[str, Any]:
@@ -76,26 +84,3 @@ def _refused(hub_id: str, error: HTTPError, hint: str) -> str:
         f"the hub has no {CONFIG_FILE} of {hub_id!r} for you (HTTP {error.code}); for a private "
         f"model `hf auth login` first{hint}"
     )
-
-
-def local_model(model: str) -> str:
-    """The directory of a plan's model, which may be named by its id on the hub.
-
-    Raises:
-        UserError: a GGUF file, or an id whose files are not on this machine.
-    """
-    path = Path(model)
-    if path.is_file() and path.suffix.lower() == ".gguf":
-        raise UserError(
-            f"{model} is a GGUF file, which Shardwise plans and does not run; give the directory "
-            f"of the model that it was made of, with {CONFIG_FILE} and safetensors files."
-        )
-    if path.exists() or not is_hub_id(model):
-        return model
-    found = cached_directory(model)
-    if found is None:
-        raise UserError(
-            f"no directory {model!r}, and the local hub cache has no model of that id: fetch it "
-            f"with `hf download {model}`, or give its directory with --set model=DIR."
-        )
-    return str(found)

@@ -1,5 +1,7 @@
-"""What `plan` accepts as a model -> facts: a directory, a config.json, a GGUF file, a hub id or a
-name of the catalogue. No torch."""
+"""What the user calls a model -> its facts, or the directory to run it from. No torch.
+
+`plan` accepts a directory, a config.json, a GGUF file, a hub id or a name of the catalogue.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from shardwise.catalog.models import KnownModel, find_model, nearest_name
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.families import FAMILIES
-from shardwise.models.gguf import check_count, config_of_gguf, is_gguf
-from shardwise.models.hub import CONFIG_FILE, cached_directory, fetch_config, is_hub_id
-from shardwise.models.read import facts_of_config, read_config, why_not_run
+from shardwise.models.gguf import check_count, config_of_gguf, is_gguf, read_header
+from shardwise.models.hub import cached_directory, fetch_config, is_hub_id
+from shardwise.models.read import CONFIG_FILE, facts_of_config, read_config, why_not_run
 
 _TEXT_PART = "the language part of a model that also does other things"
 _OUTER_KEYS = ("tie_word_embeddings", "quantization_config")
@@ -61,6 +63,35 @@ def look_up(model: str | Path) -> FoundModel:
     return _of_config(config, f"{text}/{CONFIG_FILE}", model=text)
 
 
+def local_model(model: str) -> str:
+    """The directory of a plan's model, which may be named by its hub id or in the catalogue.
+
+    Raises:
+        UserError: a GGUF file, a model that is planned only, or one whose files are not here.
+    """
+    path = Path(model)
+    if path.is_file() and is_gguf(path):
+        raise UserError(
+            f"{model} is a GGUF file, which Shardwise plans and does not run; give the directory "
+            f"of the model that it was made of, with {CONFIG_FILE} and safetensors files."
+        )
+    known = None if path.exists() else find_model(model)
+    if known is not None:
+        reason = _why_not_run(known[0])
+        if reason is not None:
+            raise UserError(f"Shardwise plans {model!r} and does not run it: {reason}.")
+        model = known[1]
+    if path.exists() or not is_hub_id(model):
+        return model
+    found = cached_directory(model)
+    if found is None:
+        raise UserError(
+            f"no directory {model!r}, and the local hub cache has no model of that id: fetch it "
+            f"with `hf download {model}`, or give its directory in place of the id."
+        )
+    return str(found)
+
+
 def _in_directory(path: Path) -> FoundModel:
     file = path / CONFIG_FILE
     if not file.exists():
@@ -76,8 +107,9 @@ def _in_file(path: Path) -> FoundModel:
     model = str(path.resolve())
     if not is_gguf(path):
         return _of_config(read_config(path), str(path), model=model)
-    facts = facts_of_config(config_of_gguf(path), source=str(path), planning=True)
-    check_count(path, facts)
+    header = read_header(path)
+    facts = facts_of_config(config_of_gguf(header), source=str(path), planning=True)
+    check_count(header, facts)
     note = "planned only: from the header of a GGUF file, as if its weights were not quantised"
     return FoundModel(model=model, facts=facts, notes=(note,))
 
@@ -86,9 +118,13 @@ def _known(known: KnownModel, hub_id: str) -> FoundModel:
     source = f"the catalogue's {known.name}"
     facts = facts_of_config(known.config, source=source, planning=True)
     where = "; ".join(source.what for source in known.sources)
-    reason = known.only_planned or why_not_run(known.config)
+    reason = _why_not_run(known)
     notes = (f"sizes of {hub_id} from the catalogue: {where}", *_only_planned(reason))
     return FoundModel(model=hub_id, facts=facts, notes=notes)
+
+
+def _why_not_run(known: KnownModel) -> str | None:
+    return known.only_planned or why_not_run(known.config)
 
 
 def _of_config(

@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
@@ -26,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from transformers import AutoTokenizer
 
 from shardwise.config import Plan
+from shardwise.models.hub import name_of
 from shardwise.models.read import read_facts
 from shardwise.server.engine import Engine
 from shardwise.server.messages import Event, Request
@@ -107,7 +107,7 @@ def run_api(engine: Engine, plan: Plan, context: int) -> None:
     """Serve HTTP until SIGTERM or SIGINT; open answers are finished first."""
     tokenizer = AutoTokenizer.from_pretrained(plan.model, local_files_only=True)
     limits = Limits(context=context, vocab_size=read_facts(plan.model).vocab_size)
-    app = build_app(engine, tokenizer, Path(plan.model).name, limits)
+    app = build_app(engine, tokenizer, name_of(plan.model), limits)
     config = uvicorn.Config(
         app,
         host=plan.serve.host,
