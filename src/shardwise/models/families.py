@@ -360,6 +360,7 @@ FAMILIES: dict[str, Family] = {
             mlp_bias=None,
             default_kv_heads=4,
             tied_by_default=True,
+            sliding="upper",
             planned=_DENSE_KINDS,
         ),
         Family(
