@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -220,6 +221,24 @@ def test_a_plan_of_each_model(name: str) -> None:
     assert row["runs"] == (not planned_only)
     if row["runs"]:
         assert facts_of_config(CATALOGUE[name].config, source=name)
+
+
+def test_the_list_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line a model, or one object."""
+    from shardwise.cli import models
+
+    models(as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(CATALOGUE)
+    (line,) = (line for line in lines if line.startswith("mixtral-8x7b "))
+    assert line.split() == [
+        *("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", "mixtral"),
+        *("46.7", "B", "12.7", "B", "32768", "runs"),
+    ]
+    models(as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == list(CATALOGUE)
+    assert rows[0]["parameters"] == 8_030_261_248
 
 
 def test_families_that_cannot_be_run_say_so() -> None:

@@ -32,6 +32,10 @@ ARCHITECTURES = {  # tiny model -> architecture in llama.cpp
     "OSS": "gpt-oss",
     "SM3": "smollm3",
     "GLM4": "glm4",
+    "GLMM": "glm4moe",
+    "GLMA": "glm4moe",
+    "DS": "deepseek2",
+    "DSQ": "deepseek2",
 }
 _EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 
@@ -67,7 +71,13 @@ def tensors_of(facts: ModelFacts, architecture: str) -> dict[str, tuple[int, ...
     return found
 
 
-def write(path: Path, facts: ModelFacts, architecture: str, **changes: Any) -> Path:
+def write(
+    path: Path,
+    facts: ModelFacts,
+    architecture: str,
+    extra: dict[str, tuple[int, ...]] | None = None,
+    **changes: Any,
+) -> Path:
     """A GGUF file of a model's shapes, as the gguf package writes it; every value is zero."""
     writer = gguf.GGUFWriter(str(path), architecture)
     experts = facts.num_experts
@@ -86,8 +96,21 @@ def write(path: Path, facts: ModelFacts, architecture: str, **changes: Any) -> P
         sizes["attention.sliding_window"] = window
     if experts:
         sizes |= {"expert_count": experts, "expert_used_count": facts.experts_per_token}
-    if architecture in ("qwen3moe", "gpt-oss"):
+    if experts and architecture != "llama":
         sizes["expert_feed_forward_length"] = facts.expert_width
+    if facts.shared_width:
+        sizes["expert_shared_count"] = facts.shared_width // facts.expert_width
+        sizes["leading_dense_block_count"] = sum(not kind.has_experts for kind in facts.layers)
+    if facts.latent:  # as for an attention on the latent, whose one key all heads share
+        latent = facts.latent
+        sizes["attention.head_count_kv"] = 1
+        sizes["attention.key_length"] = latent.kv_rank + latent.rope_dim
+        sizes["attention.key_length_mla"] = facts.head_dim
+        sizes["attention.value_length"] = sizes["attention.kv_lora_rank"] = latent.kv_rank
+        sizes["attention.value_length_mla"] = latent.v_dim
+        sizes["rope.dimension_count"] = latent.rope_dim
+        if latent.q_rank:
+            sizes["attention.q_lora_rank"] = latent.q_rank
     for key, value in (sizes | changes).items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_token_list([f"token {n}" for n in range(facts.vocab_size)])
@@ -95,7 +118,10 @@ def write(path: Path, facts: ModelFacts, architecture: str, **changes: Any) -> P
     writer.add_bool("tokenizer.ggml.add_bos_token", True)
     for name, shape in tensors_of(facts, architecture).items():
         writer.add_tensor(name, np.zeros(shape, dtype=np.float16))
-    writer.add_tensor("rope_freqs.weight", np.zeros(4, dtype=np.float32))
+    for name in ("rope_freqs.weight", "blk.1.exp_probs_b.bias"):
+        writer.add_tensor(name, np.zeros(4, dtype=np.float32))
+    for name, shape in (extra or {}).items():
+        writer.add_tensor(name, np.zeros(shape, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -117,6 +143,14 @@ def test_a_header_says_what_the_config_says(name: str, tmp_path: Path) -> None:
     if name not in ("G2", "G3"):  # whose tiny configs have other layers with a window than most
         assert found.facts.layers == facts.layers
     assert found.directory is None and "GGUF" in found.notes[0]
+
+
+def test_layers_that_predict_a_second_token_are_left_out(tmp_path: Path) -> None:
+    facts = facts_of("GLMM")
+    more = {"block_count": facts.num_layers + 1, "nextn_predict_layers": 1}
+    extra = {f"blk.{facts.num_layers}.nextn.eh_proj.weight": (64, 128)}
+    path = write(tmp_path / "model.gguf", facts, "glm4moe", extra, **more)
+    assert look_up(path).facts.parameter_shapes == facts.parameter_shapes
 
 
 def test_a_plan_of_a_gguf_file(tmp_path: Path) -> None:

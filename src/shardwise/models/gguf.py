@@ -21,6 +21,7 @@ _VERSIONS = (2, 3)
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """type in the file -> that of `struct`"""
 _STRING, _ARRAY = 8, 9
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MODEL_TYPES = {
     "llama": "llama",
@@ -33,6 +34,8 @@ _MODEL_TYPES = {
     "gpt-oss": "gpt_oss",
     "smollm3": "smollm3",
     "glm4": "glm4",
+    "glm4moe": "glm4_moe",
+    "deepseek2": "deepseek_v3",
 }
 """`general.architecture` -> model_type"""
 _KEYS = {
@@ -46,8 +49,12 @@ _KEYS = {
     "attention.sliding_window": "sliding_window",
     "context_length": "max_position_embeddings",
     "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
 }
 """after the architecture's name -> key of a config.json"""
+_NO_PARAMETERS = re.compile(r"rope_|.*\.exp_probs_b\.bias$")
+"""tables for the rotary embedding, and the router's correction, which is stored and not trained"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,12 @@ class Header:
     """of a list of texts only how many they are"""
     tensors: dict[str, tuple[int, ...]]
     """name -> shape, outermost dimension first"""
+
+    @property
+    def num_extra_layers(self) -> int:
+        """Layers after the last that predict a second token."""
+        architecture = self.values.get("general.architecture")
+        return self.values.get(f"{architecture}.nextn_predict_layers", 0)
 
 
 def is_gguf(path: Path) -> bool:
@@ -81,18 +94,23 @@ def config_of_gguf(header: Header) -> dict[str, Any]:
             f"{header.path}: a GGUF file of the architecture {architecture!r} cannot be planned; "
             f"those that can: {', '.join(sorted(_MODEL_TYPES))}."
         )
-    found = {
-        key: header.values[f"{architecture}.{name}"]
-        for name, key in _KEYS.items()
-        if f"{architecture}.{name}" in header.values
+    values = {
+        name.removeprefix(f"{architecture}."): value
+        for name, value in header.values.items()
+        if name.startswith(f"{architecture}.")
     }
-    num_experts = header.values.get(f"{architecture}.expert_count")
+    found = {key: values[name] for name, key in _KEYS.items() if name in values}
+    if "block_count" in values:
+        found["num_hidden_layers"] = values["block_count"] - header.num_extra_layers
+    num_experts = values.get("expert_count")
     model_type = _MODEL_TYPES[architecture]
     if num_experts:
         model_type = "mixtral" if architecture == "llama" else model_type
         found[FAMILIES[model_type].keys.get("num_experts", "num_experts")] = num_experts
         if model_type == "gpt_oss":  # which has no plain MLP
             found["intermediate_size"] = found.pop("moe_intermediate_size", None)
+    if model_type == "deepseek_v3":
+        found |= _latent(values)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError(f"{header.path}: the GGUF file has no tensor 'token_embd.weight'.")
@@ -104,6 +122,24 @@ def config_of_gguf(header: Header) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
+    }
+
+
+def _latent(values: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of a latent attention, whose keys and values of each head have names of their own
+    where the file is written for an attention on the latent itself."""
+    rope = values.get("rope.dimension_count")
+    key = values.get("attention.key_length_mla", values.get("attention.key_length"))
+    return {
+        "num_key_value_heads": values.get("attention.head_count"),
+        "q_lora_rank": values.get("attention.q_lora_rank"),
+        "kv_lora_rank": values.get("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": key - rope if key and rope else None,
+        "v_head_dim": values.get(
+            "attention.value_length_mla", values.get("attention.value_length")
+        ),
     }
 
 
@@ -113,9 +149,12 @@ def check_count(header: Header, facts: ModelFacts) -> None:
     Raises:
         UserError: they have not, so that the plan would be of another model.
     """
-    tensors = header.tensors.items()
-    # tables for the rotary embedding are no parameters
-    count = sum(math.prod(shape) for name, shape in tensors if not name.startswith("rope_"))
+    num_layers, count = facts.num_layers, 0
+    for name, shape in header.tensors.items():
+        block = _BLOCK.match(name)
+        is_extra = block is not None and int(block[1]) >= num_layers
+        if not is_extra and not _NO_PARAMETERS.match(name):
+            count += math.prod(shape)
     if count != facts.num_parameters:
         raise UserError(
             f"{header.path}: its tensors hold {count:,} values, a {facts.model_type} of its sizes "

@@ -66,7 +66,7 @@ def facts_of_config(
     Raises:
         UserError: a key is missing or wrong, or the model cannot be planned (or run).
     """
-    family = _family(config, source)
+    family = _family(config, source, planning=planning)
     config = {**family.defaults, **config}
     _refuse_what_is_not_causal(config, source)
     reason = None if planning else why_not_run(config)
@@ -307,9 +307,14 @@ def _dense_layers(
     return [False] * num_layers
 
 
-def _family(config: Mapping[str, Any], source: str) -> Family:
+def _family(config: Mapping[str, Any], source: str, *, planning: bool) -> Family:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
+        if planning:
+            raise UserError(
+                f"{source}: model_type {model_type!r} cannot be planned; the families that can: "
+                f"{', '.join(sorted(FAMILIES))}."
+            )
         raise UserError(
             f"{source}: model_type {model_type!r} is not proved equal to one process yet; "
             f"the families that are: {_running()}."
