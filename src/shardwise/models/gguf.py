@@ -21,6 +21,7 @@ _VERSIONS = (2, 3)
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """type in the file -> that of `struct`"""
 _STRING, _ARRAY = 8, 9
+_ATTENTION_BIAS = re.compile(r"blk\.0\.attn_(q|k|v|output|kv_a_mqa)\.bias")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MODEL_TYPES = {
@@ -94,52 +95,57 @@ def config_of_gguf(header: Header) -> dict[str, Any]:
             f"{header.path}: a GGUF file of the architecture {architecture!r} cannot be planned; "
             f"those that can: {', '.join(sorted(_MODEL_TYPES))}."
         )
-    values = {
-        name.removeprefix(f"{architecture}."): value
-        for name, value in header.values.items()
-        if name.startswith(f"{architecture}.")
-    }
-    found = {key: values[name] for name, key in _KEYS.items() if name in values}
-    if "block_count" in values:
-        found["num_hidden_layers"] = values["block_count"] - header.num_extra_layers
-    num_experts = values.get("expert_count")
-    model_type = _MODEL_TYPES[architecture]
-    if num_experts:
-        model_type = "mixtral" if architecture == "llama" else model_type
-        found[FAMILIES[model_type].keys.get("num_experts", "num_experts")] = num_experts
-        if model_type == "gpt_oss":  # which has no plain MLP
-            found["intermediate_size"] = found.pop("moe_intermediate_size", None)
-    if model_type == "deepseek_v3":
-        found |= _latent(values)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError(f"{header.path}: the GGUF file has no tensor 'token_embd.weight'.")
     return {
-        **found,
-        "model_type": model_type,
+        **_sizes(header, architecture),
         "dtype": "bfloat16",
         "vocab_size": embedding[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "attention_bias": any(map(_ATTENTION_BIAS.match, header.tensors)),
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
     }
 
 
+def _sizes(header: Header, architecture: str) -> dict[str, Any]:
+    """What the metadata says of sizes, and the model_type that they make."""
+    values = {
+        name.removeprefix(f"{architecture}."): value
+        for name, value in header.values.items()
+        if name.startswith(f"{architecture}.")
+    }
+    model_type = _MODEL_TYPES[architecture]
+    found = {key: values[name] for name, key in _KEYS.items() if name in values}
+    if "block_count" in values:
+        found["num_hidden_layers"] = values["block_count"] - header.num_extra_layers
+    num_experts = values.get("expert_count")
+    if num_experts:
+        model_type = "mixtral" if architecture == "llama" else model_type
+        found[FAMILIES[model_type].keys.get("num_experts", "num_experts")] = num_experts
+    if model_type == "gpt_oss":  # which has no plain MLP
+        found["intermediate_size"] = found.pop("moe_intermediate_size", None)
+    if model_type == "deepseek_v3":
+        found |= _latent(values)
+    return {**found, "model_type": model_type}
+
+
 def _latent(values: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of a latent attention, whose keys and values of each head have names of their own
-    where the file is written for an attention on the latent itself."""
+    """Sizes of a latent attention. Those of a head's keys and values have names of their own where
+    the file is written for attention on the latent itself."""
+    key, value = (
+        values.get(f"attention.{name}_mla", values.get(f"attention.{name}"))
+        for name in ("key_length", "value_length")
+    )
     rope = values.get("rope.dimension_count")
-    key = values.get("attention.key_length_mla", values.get("attention.key_length"))
     return {
         "num_key_value_heads": values.get("attention.head_count"),
         "q_lora_rank": values.get("attention.q_lora_rank"),
         "kv_lora_rank": values.get("attention.kv_lora_rank"),
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": key - rope if key and rope else None,
-        "v_head_dim": values.get(
-            "attention.value_length_mla", values.get("attention.value_length")
-        ),
+        "v_head_dim": value,
     }
 
 
