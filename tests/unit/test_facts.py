@@ -157,6 +157,7 @@ _SLIDING: dict[str, Any] = {"model_type": "gemma3_text", "num_key_value_heads": 
         ({"model_type": None}, ["model_type None"]),
         ({"hidden_size": None}, ["hidden_size is None"]),
         ({"num_hidden_layers": "30"}, ["num_hidden_layers is '30'"]),
+        ({"num_hidden_layers": 2**32}, ["num_hidden_layers is 4294967296", "10000"]),
         ({"num_key_value_heads": 0}, ["num_key_value_heads is 0"]),
         ({"dtype": "float8"}, ["'float8'"]),
         ({"quantization_config": {"bits": 4}}, ["quantised"]),

@@ -237,6 +237,20 @@ def test_tensors_that_are_not_those_of_the_sizes(tmp_path: Path) -> None:
         look_up(path)
 
 
+@pytest.mark.parametrize("key", ["llama.block_count", "split.count", "llama.context_length"])
+def test_a_size_that_is_no_number(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_string(key, "four")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UserError, match=f"{key} is 'four'; expected a whole number"):
+        look_up(path)
+
+
 def test_a_size_that_is_missing(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", facts_of("LL"), "llama")
     path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.block_COUNT"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,11 +69,16 @@ class Header:
     tensors: dict[str, tuple[int, ...]]
     """name -> shape, outermost dimension first"""
 
-    @property
-    def num_extra_layers(self) -> int:
-        """Layers after the last that predict a second token."""
-        architecture = self.values.get("general.architecture")
-        return self.values.get(f"{architecture}.nextn_predict_layers", 0)
+    def number(self, key: str) -> int | None:
+        """A whole number of the metadata; None: it is not there.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self.values.get(key)
+        if value is not None and type(value) is not int:
+            raise UserError(f"{self.path}: {key} is {value!r}; expected a whole number.")
+        return value
 
 
 def is_gguf(path: Path) -> bool:
@@ -96,7 +102,7 @@ def config_of_gguf(header: Header) -> dict[str, Any]:
             f"those that can: {', '.join(sorted(_MODEL_TYPES))}."
         )
     embedding = header.tensors.get("token_embd.weight")
-    if embedding is None:
+    if not embedding:
         raise UserError(f"{header.path}: the GGUF file has no tensor 'token_embd.weight'.")
     return {
         **_sizes(header, architecture),
@@ -111,41 +117,38 @@ def config_of_gguf(header: Header) -> dict[str, Any]:
 
 def _sizes(header: Header, architecture: str) -> dict[str, Any]:
     """What the metadata says of sizes, and the model_type that they make."""
-    values = {
-        name.removeprefix(f"{architecture}."): value
-        for name, value in header.values.items()
-        if name.startswith(f"{architecture}.")
-    }
+
+    def number(name: str) -> int | None:
+        return header.number(f"{architecture}.{name}")
+
     model_type = _MODEL_TYPES[architecture]
-    found = {key: values[name] for name, key in _KEYS.items() if name in values}
-    if "block_count" in values:
-        found["num_hidden_layers"] = values["block_count"] - header.num_extra_layers
-    num_experts = values.get("expert_count")
+    found = {key: number(name) for name, key in _KEYS.items()}
+    blocks = number("block_count")
+    if blocks is not None:  # the last may predict a second token
+        found["num_hidden_layers"] = blocks - (number("nextn_predict_layers") or 0)
+    num_experts = number("expert_count")
     if num_experts:
         model_type = "mixtral" if architecture == "llama" else model_type
         found[FAMILIES[model_type].keys.get("num_experts", "num_experts")] = num_experts
     if model_type == "gpt_oss":  # which has no plain MLP
-        found["intermediate_size"] = found.pop("moe_intermediate_size", None)
-    if model_type == "deepseek_v3":
-        found |= _latent(values)
-    return {**found, "model_type": model_type}
+        found["intermediate_size"] = found.pop("moe_intermediate_size")
+    given = {key: value for key, value in found.items() if value is not None}
+    latent = _latent(number) if model_type == "deepseek_v3" else {}
+    return {**given, **latent, "model_type": model_type}
 
 
-def _latent(values: dict[str, Any]) -> dict[str, Any]:
+def _latent(number: Callable[[str], int | None]) -> dict[str, int | None]:
     """Sizes of a latent attention. Those of a head's keys and values have names of their own where
     the file is written for attention on the latent itself."""
-    key, value = (
-        values.get(f"attention.{name}_mla", values.get(f"attention.{name}"))
-        for name in ("key_length", "value_length")
-    )
-    rope = values.get("rope.dimension_count")
+    key = number("attention.key_length_mla") or number("attention.key_length")
+    rope = number("rope.dimension_count")
     return {
-        "num_key_value_heads": values.get("attention.head_count"),
-        "q_lora_rank": values.get("attention.q_lora_rank"),
-        "kv_lora_rank": values.get("attention.kv_lora_rank"),
+        "num_key_value_heads": number("attention.head_count"),
+        "q_lora_rank": number("attention.q_lora_rank"),
+        "kv_lora_rank": number("attention.kv_lora_rank"),
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": key - rope if key and rope else None,
-        "v_head_dim": value,
+        "v_head_dim": number("attention.value_length_mla") or number("attention.value_length"),
     }
 
 
@@ -175,7 +178,7 @@ def read_header(path: Path) -> Header:
         UserError: the file is no GGUF, ends within its header, or a part is missing.
     """
     header = _read_one(path)
-    num_parts = header.values.get("split.count", 1)
+    num_parts = header.number("split.count") or 1
     if num_parts <= 1:
         return header
     match = _PART.fullmatch(path.name)

@@ -14,6 +14,8 @@ from shardwise.models.families import FAMILIES, Family
 from shardwise.models.layers import Latent, LayerKind, Linear
 
 CONFIG_FILE = "config.json"
+_MOST_LAYERS = 10_000
+"""of a model: each is listed, and no model has as many"""
 _DEFAULT_Q_RANK = 1536  # of transformers' config class
 _NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0.0, 0),
@@ -232,6 +234,10 @@ def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[st
 
 def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tuple[LayerKind, ...]:
     num_layers = size.required("num_hidden_layers")
+    if num_layers > _MOST_LAYERS:
+        raise UserError(
+            f"{size.source}: num_hidden_layers is {num_layers}; expected at most {_MOST_LAYERS}."
+        )
     types = _layer_types(config, family, num_layers, size)
     sliding = [kind == family.windowed for kind in types or ()] or _sliding_layers(
         config, family, num_layers, size
