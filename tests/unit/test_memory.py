@@ -11,7 +11,7 @@ import transformers
 
 from shardwise.config import Devices, Layout, Plan, Precision, Train
 from shardwise.models.attention import attention_of
-from shardwise.models.families import FAMILIES
+from shardwise.models.planned import ALL_FAMILIES
 from shardwise.models.read import facts_of_config
 from shardwise.parallel.context import apply_context
 from shardwise.planner.activations import (
@@ -46,7 +46,7 @@ def kept_bytes(
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = [layer_type] * num_layers
-    attention = attention_of(FAMILIES[config.model_type])
+    attention = attention_of(ALL_FAMILIES[config.model_type])
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=attention
     ).train()

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.families import FAMILIES
+from shardwise.models.planned import ALL_FAMILIES
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -129,7 +129,7 @@ def _sizes(header: Header, architecture: str) -> dict[str, Any]:
     num_experts = number("expert_count")
     if num_experts:
         model_type = "mixtral" if architecture == "llama" else model_type
-        found[FAMILIES[model_type].keys.get("num_experts", "num_experts")] = num_experts
+        found[ALL_FAMILIES[model_type].keys.get("num_experts", "num_experts")] = num_experts
     if model_type == "gpt_oss":  # which has no plain MLP
         found["intermediate_size"] = found.pop("moe_intermediate_size")
     given = {key: value for key, value in found.items() if value is not None}

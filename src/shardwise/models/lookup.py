@@ -13,9 +13,9 @@ from typing import Any
 from shardwise.catalog.models import KnownModel, find_model, nearest_name
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.families import FAMILIES
 from shardwise.models.gguf import check_count, config_of_gguf, is_gguf, read_header
 from shardwise.models.hub import cached_directory, fetch_config, is_hub_id
+from shardwise.models.planned import ALL_FAMILIES
 from shardwise.models.read import CONFIG_FILE, facts_of_config, read_config, why_not_run
 
 _TEXT_PART = "the language part of a model that also does other things"
@@ -132,7 +132,7 @@ def _of_config(
 ) -> FoundModel:
     """The model of a config.json, which may be a part of a larger one."""
     reason, inner = None, config.get("text_config")
-    if config.get("model_type") not in FAMILIES and isinstance(inner, Mapping):
+    if config.get("model_type") not in ALL_FAMILIES and isinstance(inner, Mapping):
         outer = {key: config[key] for key in _OUTER_KEYS if key in config}
         config, reason = {**outer, **inner}, _TEXT_PART
     facts = facts_of_config(config, source=source, planning=True)

@@ -12,6 +12,7 @@ from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.layers import Latent, LayerKind, Linear
+from shardwise.models.planned import ALL_FAMILIES
 
 CONFIG_FILE = "config.json"
 _MOST_LAYERS = 10_000
@@ -126,7 +127,7 @@ def why_not_run(config: Mapping[str, Any]) -> str | None:
 
     Some kinds of rotary embedding change with the padded length of a row.
     """
-    family = FAMILIES[str(config["model_type"])]
+    family = ALL_FAMILIES[str(config["model_type"])]
     if not family.proved:
         return f"Shardwise does not run {family.model_type} yet"
     quantised = config.get("quantization_config")
@@ -147,7 +148,7 @@ def why_not_run(config: Mapping[str, Any]) -> str | None:
 
 
 def _running() -> str:
-    return ", ".join(sorted(name for name, family in FAMILIES.items() if family.proved))
+    return ", ".join(sorted(FAMILIES))
 
 
 def _linear(size: _Sizes) -> Linear:
@@ -315,17 +316,17 @@ def _dense_layers(
 
 def _family(config: Mapping[str, Any], source: str, *, planning: bool) -> Family:
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if model_type not in ALL_FAMILIES:
         if planning:
             raise UserError(
                 f"{source}: model_type {model_type!r} cannot be planned; the families that can: "
-                f"{', '.join(sorted(FAMILIES))}."
+                f"{', '.join(sorted(ALL_FAMILIES))}."
             )
         raise UserError(
             f"{source}: model_type {model_type!r} is not proved equal to one process yet; "
             f"the families that are: {_running()}."
         )
-    return FAMILIES[str(model_type)]
+    return ALL_FAMILIES[str(model_type)]
 
 
 def _refuse_what_is_not_causal(config: Mapping[str, Any], source: str) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.catalog.models import load_models
-from shardwise.models.families import FAMILIES, KINDS, PAIRS, Family
+from shardwise.models.families import KINDS, PAIRS, Family
+from shardwise.models.planned import ALL_FAMILIES
 from shardwise.models.read import facts_of_config, why_not_run
 
 
@@ -18,7 +19,7 @@ def table() -> str:
 
 def _table(kinds: Sequence[str]) -> str:
     lines = [f"| family | {' | '.join(kinds)} |", "|" + "---|" * (len(kinds) + 1)]
-    for family in FAMILIES.values():
+    for family in ALL_FAMILIES.values():
         cells = [_state(family, kind) for kind in kinds]
         lines.append(f"| {family.model_type} | {' | '.join(cells)} |")
     return "\n".join(lines)
