@@ -15,7 +15,7 @@ SOURCE = Path(shardwise.__file__).parent
 ORDER = [  # each may import what stands before it
     ("errors", "config", "catalog", "console"),
     ("models.families", "models.planned", "models.layers", "models.facts"),
-    ("models.read", "models.gguf", "models.hub", "models.lookup"),
+    ("models.sizes", "models.read", "models.gguf", "models.hub", "models.lookup"),
     ("planner",),
     ("models.attention", "models.build", "parallel", "probe"),
     ("weights",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from shardwise.models.facts import ModelFacts
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.layers import Latent, LayerKind, Linear
 from shardwise.models.planned import ALL_FAMILIES
+from shardwise.models.sizes import Sizes
 
 CONFIG_FILE = "config.json"
 _MOST_LAYERS = 10_000
@@ -76,7 +76,7 @@ def facts_of_config(
     if reason is not None:
         others = "" if family.proved else f"; it runs {_running()}"
         raise UserError(f"{source}: {reason}{others}.")
-    size = _Sizes(config, source, family.keys)
+    size = Sizes(config, source, family.keys)
     num_heads = size.required("num_attention_heads")
     hidden_size = size.required("hidden_size")
     latent = _latent(config, family, size)
@@ -151,7 +151,7 @@ def _running() -> str:
     return ", ".join(sorted(FAMILIES))
 
 
-def _linear(size: _Sizes) -> Linear:
+def _linear(size: Sizes) -> Linear:
     """Sizes of a linear attention, with the defaults of transformers' config classes."""
     linear = Linear(
         num_key_heads=size.optional("linear_num_key_heads", 16),
@@ -168,7 +168,7 @@ def _linear(size: _Sizes) -> Linear:
     return linear
 
 
-def _latent(config: Mapping[str, Any], family: Family, size: _Sizes) -> Latent | None:
+def _latent(config: Mapping[str, Any], family: Family, size: Sizes) -> Latent | None:
     """Sizes of a latent attention, which has its own idea of a head."""
     if family.attention != "latent":
         return None
@@ -195,7 +195,7 @@ def _latent(config: Mapping[str, Any], family: Family, size: _Sizes) -> Latent |
     return latent
 
 
-def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[str, Any]:
+def _experts(config: Mapping[str, Any], family: Family, size: Sizes) -> dict[str, Any]:
     """What a config says of experts, refusing what is not proved."""
     row = family.experts
     if row is None:
@@ -233,7 +233,7 @@ def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[st
     }
 
 
-def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tuple[LayerKind, ...]:
+def _layer_kinds(config: Mapping[str, Any], family: Family, size: Sizes) -> tuple[LayerKind, ...]:
     num_layers = size.required("num_hidden_layers")
     if num_layers > _MOST_LAYERS:
         raise UserError(
@@ -264,7 +264,7 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tup
 
 
 def _layer_types(
-    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+    config: Mapping[str, Any], family: Family, num_layers: int, size: Sizes
 ) -> list[str] | None:
     """What the config says each layer is; None: it says nothing."""
     reads = family.sliding in ("upper", "pattern") or family.linear
@@ -287,7 +287,7 @@ def _layer_types(
 
 
 def _linear_layers(
-    types: list[str] | None, family: Family, num_layers: int, size: _Sizes
+    types: list[str] | None, family: Family, num_layers: int, size: Sizes
 ) -> list[bool]:
     """For each layer whether its attention is linear."""
     if not family.linear:
@@ -299,7 +299,7 @@ def _linear_layers(
 
 
 def _dense_layers(
-    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+    config: Mapping[str, Any], family: Family, num_layers: int, size: Sizes
 ) -> list[bool]:
     """For each layer of a mixture of experts, whether it has a plain MLP instead."""
     if family.dense_layers == "first":
@@ -367,7 +367,7 @@ def _dropout(config: Mapping[str, Any], family: Family, source: str) -> tuple[st
 
 
 def _sliding_layers(
-    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+    config: Mapping[str, Any], family: Family, num_layers: int, size: Sizes
 ) -> list[bool]:
     """For each layer whether it has a sliding window, as transformers' config classes decide."""
     if family.sliding == "all":
@@ -382,43 +382,3 @@ def _sliding_layers(
         pattern = size.optional("sliding_window_pattern", family.default_pattern)
         return [(number + 1) % pattern != 0 for number in range(num_layers)]
     return [False] * num_layers
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    config: Mapping[str, Any]
-    source: str
-    keys: Mapping[str, str]
-    """what the family calls some of them"""
-
-    def required(self, key: str, *, least: int = 1) -> int:
-        key = self.keys.get(key, key)
-        value = self.config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UserError(
-                f"{self.source}: {key} is {value!r}; expected a whole number of at least {least}."
-            )
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A setting that is on or off."""
-        value = self.config.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise UserError(f"{self.source}: {key} is {value!r}; expected true or false.")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A number that need not be whole."""
-        value = self.config.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UserError(f"{self.source}: {key} is {value!r}; expected a number.")
-        return float(value)
-
-    def optional(self, key: str, default: int | None, *, least: int = 1) -> int:
-        """Without a default the key is required."""
-        given = self.config.get(self.keys.get(key, key)) is not None
-        if given or default is None:
-            return self.required(key, least=least)
-        return default
