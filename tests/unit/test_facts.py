@@ -155,6 +155,7 @@ _SLIDING: dict[str, Any] = {"model_type": "gemma3_text", "num_key_value_heads": 
     [
         ({"model_type": "bert"}, ["'bert'", "llama"]),
         ({"model_type": None}, ["model_type None"]),
+        ({"model_type": ["llama"]}, ["model_type ['llama']"]),
         ({"hidden_size": None}, ["hidden_size is None"]),
         ({"num_hidden_layers": "30"}, ["num_hidden_layers is '30'"]),
         ({"num_hidden_layers": 2**32}, ["num_hidden_layers is 4294967296", "10000"]),

@@ -132,7 +132,7 @@ def _of_config(
 ) -> FoundModel:
     """The model of a config.json, which may be a part of a larger one."""
     reason, inner = None, config.get("text_config")
-    if config.get("model_type") not in ALL_FAMILIES and isinstance(inner, Mapping):
+    if str(config.get("model_type")) not in ALL_FAMILIES and isinstance(inner, Mapping):
         outer = {key: config[key] for key in _OUTER_KEYS if key in config}
         config, reason = {**outer, **inner}, _TEXT_PART
     facts = facts_of_config(config, source=source, planning=True)

@@ -316,7 +316,7 @@ def _dense_layers(
 
 def _family(config: Mapping[str, Any], source: str, *, planning: bool) -> Family:
     model_type = config.get("model_type")
-    if model_type not in ALL_FAMILIES:
+    if not isinstance(model_type, str) or model_type not in ALL_FAMILIES:
         if planning:
             raise UserError(
                 f"{source}: model_type {model_type!r} cannot be planned; the families that can: "
@@ -326,7 +326,7 @@ def _family(config: Mapping[str, Any], source: str, *, planning: bool) -> Family
             f"{source}: model_type {model_type!r} is not proved equal to one process yet; "
             f"the families that are: {_running()}."
         )
-    return ALL_FAMILIES[str(model_type)]
+    return ALL_FAMILIES[model_type]
 
 
 def _refuse_what_is_not_causal(config: Mapping[str, Any], source: str) -> None:

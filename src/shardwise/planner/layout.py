@@ -106,10 +106,9 @@ def legal_tp_sizes(facts: ModelFacts) -> list[int]:
     if not {"tp", "serve tp"} & set(facts.family.kinds):
         return [1]
     split = _split_by_tp(facts)
-    largest = min(number for what, number in split.items() if what != KV)
     return [
         tp
-        for tp in range(1, largest + 1)
+        for tp in _divisors(facts.num_heads)
         if all(_splits(number, tp, repeat=what == KV) for what, number in split.items())
     ]
 
