@@ -175,12 +175,23 @@ def test_a_gguf_file_is_not_run(tmp_path: Path) -> None:
         ("owner/", ["'owner/'"]),
         ("owner/name?x=1", ["'owner/name?x=1'"]),
         ("meta-llama/Llama-3.1-8b-instruc", ["did you mean 'meta-llama/Llama-3.1-8B-Instruct'?"]),
-        ("x" * 300, ["name too long"]),
         ("missing.gguf", ["'missing.gguf'"]),
     ],
 )
-def test_names_of_nothing(text: str, words: list[str]) -> None:
-    assert_refused(run("plan", text), *words)
+def test_names_of_nothing(text: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as caught:
+        look_up(text)
+    message = str(caught.value)
+    assert all(word in message for word in words) and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("llama-3.1-9b", "did you mean"), ("a b/c", "'a b/c'"), ("x" * 300, "name too long")],
+)
+def test_names_of_nothing_on_the_command_line(text: str, word: str) -> None:
+    assert_refused(run("plan", text), word)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00", b'{"model_type": []}'])
