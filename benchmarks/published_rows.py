@@ -315,6 +315,7 @@ def _options(
         "dropout": None,
         "dtype": "bfloat16",
         "mlp_bias": False,
+        "unit_heads": False,
     }
     if experts:
         family = FAMILIES["deepseek_v3" if latent else "qwen3_moe"]
@@ -322,6 +323,7 @@ def _options(
             yield ModelFacts(
                 family=family,
                 tied=tied,
+                qk_norm=bool(family.qk_norm),
                 qkv_bias=False,
                 o_bias=False,
                 latent=latent,
@@ -338,7 +340,7 @@ def _options(
     ):
         plain = cls is PlainFacts
         family = GPT if plain else FAMILIES["llama"]
-        yield cls(family=family, tied=tied, qkv_bias=plain, o_bias=plain, **common)
+        yield cls(family=family, tied=tied, qk_norm=False, qkv_bias=plain, o_bias=plain, **common)
 
 
 @cache

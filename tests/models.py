@@ -65,6 +65,41 @@ DEEPSEEK: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+LINEAR: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+LINEAR_MOE: dict[str, Any] = {
+    **LINEAR,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+GLM_MOE: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "head_dim": 24,
+    "attention_bias": True,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+LLAMA_4: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8,
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LL": ("LlamaConfig", {"tie_word_embeddings": False}),
@@ -121,6 +156,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "tie_word_embeddings": True},
     ),
     "G3": ("Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": True}),
+    "SM3": ("SmolLM3Config", {"tie_word_embeddings": True}),
+    "G2": ("Gemma2Config", {**GEMMA, "tie_word_embeddings": True, "attn_logit_softcapping": None}),
+    "GLM4": ("Glm4Config", {"tie_word_embeddings": False, "head_dim": 24}),
+    "GLMM": ("Glm4MoeConfig", {**GLM_MOE, "use_qk_norm": True}),
+    "GLMA": ("Glm4MoeConfig", GLM_MOE),  # as GLM-4.5-Air, without norms of queries and keys
+    "L4": ("Llama4TextConfig", LLAMA_4),
+    "Q3N": ("Qwen3NextConfig", LINEAR_MOE),
+    "Q35": ("Qwen3_5TextConfig", LINEAR),
+    "Q35M": ("Qwen3_5MoeTextConfig", LINEAR_MOE),
     "G3_321": ("Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": True, "vocab_size": 321}),
 }
 

@@ -11,7 +11,8 @@ from shardwise.catalog import Catalog, Price, find_price, load_catalog
 from shardwise.config import Devices, Layout, Plan, Precision, Task, parse, with_overrides
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.read import facts_of_plan, read_facts
+from shardwise.models.lookup import local_model, look_up
+from shardwise.models.read import with_adapters_of
 from shardwise.planner.accelerator import SET_NETWORK, accelerator
 from shardwise.planner.answer import Answer
 from shardwise.planner.cost import Job, Rate, cost_of
@@ -46,7 +47,8 @@ def plan(
     """Find out whether a model needs sharding for a task, and how to shard it. Uses no torch.
 
     Args:
-        model: directory with config.json, or that file (weights are not needed for planning).
+        model: directory with config.json (or of adapters), that file, a GGUF file, a hub id, or a
+            name of the catalogue (weights are not needed for planning).
         task: "full" fine-tuning, adapters alone ("lora"), or "serve".
         gpus: devices, like "cpu:2", "8xH100-80GB" or, nodes x devices, "2x8xH100-80GB". None:
             those of `instance`, or "cpu:1".
@@ -75,9 +77,10 @@ def plan(
         job = replace(job, rate=job.rate or Rate.of(price))
     else:
         devices = parse_devices("cpu:1" if gpus is None else gpus, memory_gib, catalog)
-    asked = base_plan(model, task, layout or Layout(), devices)
+    found = look_up(model)
+    asked = base_plan(found.model, task, layout or Layout(), devices)
     asked = with_overrides(asked, overrides)
-    facts = facts_of_plan(asked)
+    facts = with_adapters_of(asked, found.facts)
     fixed = layout is not None or asked.layout != Layout()  # `overrides` may set it too
     speeds = machine or _catalog_speeds(asked, catalog)
     unknown = price is not None and num_instances > 1 and asked.devices.network_gbit is None
@@ -86,7 +89,9 @@ def plan(
     answer = search(asked, facts, speeds, fixed=fixed)
     chosen = answer.chosen
     cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
-    notes = _weight_notes(Path(model), read_facts(model))
+    notes = found.notes
+    if found.directory is not None:
+        notes += _weight_notes(found.directory, found.facts)
     if cost is None and job != Job():
         notes += ("hours and money are not told: they need a step time",)
     return replace(answer, notes=notes, cost=cost)
@@ -116,15 +121,13 @@ def _catalog_speeds(plan: Plan, catalog: Catalog) -> Speeds | str | None:
     return found
 
 
-def base_plan(
-    model: str | Path, task: str, layout: Layout, devices: Devices | str | None = None
-) -> Plan:
+def base_plan(model: str, task: str, layout: Layout, devices: Devices | str | None = None) -> Plan:
     """A plan with the defaults of a kind of device: fp32 compute on cpu, bf16 elsewhere."""
     if isinstance(devices, str):
         devices = parse_devices(devices)
     devices = devices or Devices()
     precision = Precision(compute="fp32" if devices.kind == "cpu" else "bf16")
-    data = {"model": str(Path(model).resolve()), "task": task, "layout": layout}
+    data = {"model": model, "task": task, "layout": layout}
     return parse(Plan, {**data, "devices": devices, "precision": precision}, source="plan")
 
 
@@ -176,6 +179,7 @@ def load(plan: Plan, mesh: Mesh | None = None, dtype: torch.dtype | None = None)
                 f"has {dist.get_world_size()}; start them with torchrun, or use a smaller layout."
             )
         mesh = build_mesh(plan.layout, kind)
+    plan = plan.model_copy(update={"model": local_model(plan.model)})
     at_rest = DTYPES["fp32" if plan.trains else plan.precision.compute]
     return load_model(plan, mesh, dtype or at_rest).model
 

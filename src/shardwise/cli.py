@@ -77,13 +77,19 @@ def shardwise(
     epilog=_example(
         "shardwise plan ./SmolLM2-135M-Instruct --gpus cpu:2 --memory 2 --seq-len 160 "
         "--out plan.yaml",
-        "shardwise plan ./Llama-3.1-8B --gpus 2x8xH100-80GB --seq-len 8192 --global-batch 64",
-        "shardwise plan ./Llama-3.1-8B --instance aws:p5.48xlarge@us-east-1 --count 2 "
+        "shardwise plan llama-3.1-8b --gpus 2x8xH100-80GB --seq-len 8192 --global-batch 64",
+        "shardwise plan llama-3.1-8b --instance aws:p5.48xlarge@us-east-1 --count 2 "
         "--tokens 1.5B --top 3",
     )
 )
 def plan(
-    model: Annotated[str, typer.Argument(help="Directory with config.json.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A directory with config.json, that file, a GGUF file, a hub id, or a name of "
+            "`shardwise catalog models`."
+        ),
+    ],
     task: Annotated[str, typer.Option(help="full fine-tuning, lora or serve.")] = "full",
     gpus: Annotated[
         str | None,
@@ -249,7 +255,9 @@ def export(
     )
 )
 def serve(
-    model: Annotated[str, typer.Argument(help="A model directory, a run, or a plan file.")],
+    model: Annotated[
+        str, typer.Argument(help="A model directory, a run, a plan, or a cached hub id.")
+    ],
     layout: LayoutOption = None,
     gpus: Annotated[
         str | None, typer.Option(help="Devices, like cpu:3. Default: cpu, one per rank.")
@@ -262,6 +270,7 @@ def serve(
     from shardwise.config import Layout, load_plan, with_overrides
     from shardwise.launch.export import find_model
     from shardwise.launch.start import start_serve
+    from shardwise.models.lookup import local_model
 
     overrides = [*([f"serve.port={port}"] if port is not None else []), *(set_ or [])]
     if Path(model).suffix in (".yaml", ".yml"):
@@ -270,8 +279,9 @@ def serve(
         plan_ = load_plan(model, overrides)
     else:
         shape = Layout() if layout is None else _layout(layout)
-        directory, _ = find_model(Path(model))
-        plan_ = with_overrides(base_plan(directory, "serve", shape, gpus), overrides)
+        directory, _ = find_model(Path(local_model(model)))
+        base = base_plan(str(directory.resolve()), "serve", shape, gpus)
+        plan_ = with_overrides(base, overrides)
     start_serve(plan_)
 
 
@@ -359,6 +369,28 @@ def prices(as_json: JsonOption = False) -> None:
         typer.echo(
             f"{name:<42} {row.count}x{row.device:<11} {row.usd_per_hour:7.2f} USD an hour, "
             f"{row.kind}; {row.date}; {row.source}"
+        )
+
+
+@catalog.command("models", epilog=_example("shardwise catalog models"))
+def models(as_json: JsonOption = False) -> None:
+    """List the models that a plan can name: parameters, those that work on a token, context."""
+    from shardwise.console import count
+    from shardwise.planner.capabilities import known_models
+
+    rows = known_models()
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    typer.echo(
+        f"{'name':<30} {'hub':<45} {'family':<17} {'params':>8} {'active':>7} {'context':>9}"
+    )
+    for row in rows:
+        active = count(row["active"]) if row["active"] else "-"
+        typer.echo(
+            f"{row['name']:<30} {row['hub'][0]:<45} {row['family']:<17} "
+            f"{count(row['parameters']):>8} {active:>7} {row['context']:>9}  "
+            f"{'runs' if row['runs'] else 'planned only'}"
         )
 
 

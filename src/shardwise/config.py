@@ -285,7 +285,10 @@ class Plan(Config):
     """Everything that a run needs, in one file. Only `model`, `task` and `layout` are required."""
 
     version: Literal[1] = 1
-    model: str = Field(description="directory with config.json and safetensors files")
+    model: str = Field(
+        description="directory with config.json and safetensors files (or of adapters), or a hub "
+        "id whose files are in the local hub cache"
+    )
     task: Task = Field(description="full fine-tuning, adapters alone (lora), or serving")
     layout: Layout
     devices: Devices = Devices()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.models.families import FAMILIES
+from shardwise.models.planned import ALL_FAMILIES
 from shardwise.models.read import facts_of_config, read_facts
 from tests.models import MODELS, model_config
 
@@ -103,13 +103,13 @@ def test_every_parameter_has_the_name_and_shape_that_transformers_gives_it(name:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     built = {key: tuple(param.shape) for key, param in model.named_parameters()}
-    facts = facts_of_config(config.to_dict(), source=name)
+    facts = facts_of_config(config.to_dict(), source=name, planning=True)
     assert facts.parameter_shapes == built
     assert facts.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_every_family_of_the_table_is_among_the_models() -> None:
-    assert {model_config(name).model_type for name in MODELS} == set(FAMILIES)
+    assert {model_config(name).model_type for name in MODELS} == set(ALL_FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,10 @@ _SLIDING: dict[str, Any] = {"model_type": "gemma3_text", "num_key_value_heads": 
     [
         ({"model_type": "bert"}, ["'bert'", "llama"]),
         ({"model_type": None}, ["model_type None"]),
+        ({"model_type": ["llama"]}, ["model_type ['llama']"]),
         ({"hidden_size": None}, ["hidden_size is None"]),
         ({"num_hidden_layers": "30"}, ["num_hidden_layers is '30'"]),
+        ({"num_hidden_layers": 2**32}, ["num_hidden_layers is 4294967296", "10000"]),
         ({"num_key_value_heads": 0}, ["num_key_value_heads is 0"]),
         ({"dtype": "float8"}, ["'float8'"]),
         ({"quantization_config": {"bits": 4}}, ["quantised"]),

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from shardwise.config import Devices, Layout, Plan, Precision, Train
 from shardwise.models.attention import attention_of
-from shardwise.models.families import FAMILIES
+from shardwise.models.planned import ALL_FAMILIES
 from shardwise.models.read import facts_of_config
 from shardwise.parallel.context import apply_context
 from shardwise.planner.activations import (
@@ -45,7 +46,7 @@ def kept_bytes(
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = [layer_type] * num_layers
-    attention = attention_of(FAMILIES[config.model_type])
+    attention = attention_of(ALL_FAMILIES[config.model_type])
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=attention
     ).train()
@@ -66,6 +67,50 @@ def kept_bytes(
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+class _Convolution(torch.autograd.Function):
+    """Keeps what Dao-AILab/causal-conv1d keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.clone()
+
+
+class _DeltaRule(torch.autograd.Function):
+    """Keeps what fla-org/flash-linear-attention's chunk_gated_delta_rule keeps (at bc3b101)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        normed = [(x.clone(), x.new_zeros(x.shape[:-1], dtype=torch.float32)) for x in (q, k)]
+        summed = torch.cumsum(g.float(), 1)
+        inverted = v.new_zeros(*v.shape[:-1], 64)
+        ctx.save_for_backward(*normed[0], *normed[1], v.contiguous(), summed, beta, inverted)
+        return v.clone(memory_format=torch.contiguous_format)
+
+
+def keep_like_the_kernels(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    """Put kernels that compute nothing and keep what the real ones keep into transformers'."""
+    from importlib import import_module
+
+    name = model_type.removesuffix("_text")
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
+    monkeypatch.setattr(
+        module, "causal_conv1d_fn", lambda x, weight, *_, **__: _Convolution.apply(x, weight)
+    )
+    monkeypatch.setattr(
+        module,
+        "torch_chunk_gated_delta_rule",
+        lambda q, k, v, g, beta, **_: (_DeltaRule.apply(q, k, v, g, beta), None),
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("name", "layer_type"),
@@ -84,18 +129,42 @@ def kept_bytes(
         ("OSS", "sliding_attention"),
         ("DS", "full_attention"),
         ("DSQ", "full_attention"),
+        ("SM3", "full_attention"),
+        ("G2", "full_attention"),
+        ("G2", "sliding_attention"),
+        ("GLM4", "full_attention"),
+        ("GLMM", "full_attention"),
+        ("GLMA", "full_attention"),
+        ("Q3N", "full_attention"),
+        ("Q3N", "linear_attention"),
+        ("Q35", "full_attention"),
+        ("Q35", "linear_attention"),
+        ("Q35M", "full_attention"),
+        ("Q35M", "linear_attention"),
+        ("L4", "full_attention"),
+        ("L4", "chunked_attention"),
     ],
 )
 def test_activations_of_a_layer_are_what_autograd_keeps(
-    name: str, layer_type: str, dtype: torch.dtype
+    name: str, layer_type: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted as the difference of two depths; within 2% for every family and dtype."""
     config = model_config(name)
-    facts = facts_of_config(config.to_dict(), source=name)
+    facts = facts_of_config(config.to_dict(), source=name, planning=True)
+    if name == "G2":  # its capped scores are a part of FlashAttention's kernel, not of torch's
+        monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    if layer_type == "linear_attention":
+        keep_like_the_kernels(monkeypatch, config.model_type)
+    if name == "L4":  # its layers without experts: transformers gives every expert every token
+        config.moe_layers = []
+        config.no_rope_layers = [int(layer_type != "full_attention")] * 4
     deep, shallow = (kept_bytes(config, n, 128, dtype, layer_type) for n in (4, 2))
     counted = (deep - shallow) / 2 / 128
-    kinds = [k for k in facts.layers if bool(k.window) == (layer_type == "sliding_attention")]
+    kinds = [k for k in facts.layers if k.is_linear == (layer_type == "linear_attention")]
+    has_window = layer_type in ("sliding_attention", "chunked_attention")
+    kinds = [k for k in kinds if bool(k.window) == has_window]
     kind, c = kinds[-1], dtype.itemsize
+    kind = kind._replace(has_experts=False) if name == "L4" else kind
     planned = activation_bytes_per_token(facts, kind, Layout(), compute_bytes=c)
     planned += masked_bytes_per_token(facts, kind, Layout(), c, seq_len=128)
     assert planned == pytest.approx(counted, rel=0.02)

@@ -9,7 +9,8 @@ from shardwise.config import PLAN_FILE, Layout, Plan, load_plan
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.launch.start import start_check
 from shardwise.models.adapters import ADAPTER_CONFIG
-from shardwise.models.read import CONFIG_FILE, read_facts
+from shardwise.models.hub import CONFIG_FILE
+from shardwise.models.read import read_facts
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 

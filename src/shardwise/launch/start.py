@@ -33,8 +33,9 @@ from shardwise.launch.rundir import (
     claimed,
     tidy,
 )
-from shardwise.models.adapters import base_of, directory_with
-from shardwise.models.read import TOKENIZER_FILE, facts_of_plan, read_facts
+from shardwise.models.hub import TOKENIZER_FILE
+from shardwise.models.lookup import local_model
+from shardwise.models.read import base_of, directory_with, facts_of_plan, read_facts
 from shardwise.planner.answer import MEMORY_EVIDENCE
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
@@ -98,6 +99,7 @@ def start_train(
         Interrupted: by Ctrl-C or SIGTERM.
     """
     _require_task(plan, "full", "lora")
+    plan = plan.model_copy(update={"model": local_model(plan.model)})
     device = device_type(plan)
     with ExitStack() as held:
 
@@ -128,7 +130,7 @@ def start_serve(plan: Plan) -> None:
         import uvicorn  # noqa: F401
     except ImportError:
         raise missing_extra("fastapi", "serve", "serving") from None
-    plan = check_model(plan)
+    plan = check_model(plan.model_copy(update={"model": local_model(plan.model)}))
     load_tokenizer(plan.model)
     _check_port(plan.serve.host, plan.serve.port)
     _announce(plan, "serve")

@@ -120,39 +120,13 @@ def parameter_name(stored: str) -> str:
     return stored.removeprefix(_PEFT_PREFIX).removesuffix(".weight")
 
 
-def base_of(directory: Path) -> Path | None:
-    """The model that a directory of adapters belongs to; None if it holds no adapters.
-
-    Raises:
-        UserError: the model is not there.
-    """
-    if not (directory / ADAPTER_CONFIG).exists():
-        return None
-    given = _read(directory).get("base_model_name_or_path")
-    base = directory / str(given)  # an absolute path stays as it is
-    if not given or not base.is_dir():
-        raise UserError(
-            f"{directory} holds adapters of the model {str(given)!r}, which is not there; put its "
-            f"directory into base_model_name_or_path of {directory / ADAPTER_CONFIG}."
-        )
-    return base
-
-
-def directory_with(file: str, model: str | Path) -> Path:
-    """Where a small file of a model is: beside its adapters, or with the model that they are of."""
-    directory = Path(model)
-    if (directory / file).exists():
-        return directory
-    return base_of(directory) or directory
-
-
 def read_adapters(directory: Path) -> Lora:
     """What `adapter_config.json` says of a directory's adapters.
 
     Raises:
         UserError: it cannot be read, or asks for more than plain adapters.
     """
-    file, config = directory / ADAPTER_CONFIG, _read(directory)
+    file, config = directory / ADAPTER_CONFIG, read_adapter_config(directory)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not built; LORA is.")
     for key, plain in _AS_PLAIN.items():
@@ -188,7 +162,8 @@ def write_adapters(directory: Path, lora: Lora, base: Path) -> None:
     (directory / ADAPTER_CONFIG).write_text(f"{text}\n", encoding="utf-8")
 
 
-def _read(directory: Path) -> dict[str, Any]:
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """The content of a directory's adapter_config.json (`UserError` if it cannot be read)."""
     file = directory / ADAPTER_CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from functools import cached_property
 from shardwise.config import Lora
 from shardwise.models.adapters import with_adapters
 from shardwise.models.families import Family
-from shardwise.models.layers import Latent, LayerKind, Param, layer_params
+from shardwise.models.layers import Latent, LayerKind, Linear, Param, layer_params
 
 HEAD = "lm_head.weight"
 """name of what a model may tie to its embedding"""
@@ -34,11 +34,15 @@ class ModelFacts:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    unit_heads: bool
     max_positions: int
     dropout: tuple[str, float] | None
     """config key and value of a dropout that is not zero"""
     dtype: str
     latent: Latent | None = None
+    linear: Linear | None = None
+    """of the layers that have no keys and values"""
     num_experts: int = 0
     """of each layer that has experts; 0: none has"""
     experts_per_token: int = 0
@@ -83,10 +87,21 @@ class ModelFacts:
 
     @property
     def cache_size(self) -> int:
-        """Values that a layer caches of a token."""
+        """Values that a layer caches of a token, if it is not linear."""
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope_dim
         return self.k_size + self.v_size
+
+    @property
+    def num_layers_with_cache(self) -> int:
+        """Layers that cache keys and values of each token."""
+        return sum(not kind.is_linear for kind in self.layers)
+
+    @property
+    def state_size(self) -> int:
+        """Values that the linear layers keep of a sequence, in fp32."""
+        linear = self.linear.state if self.linear is not None else 0
+        return (self.num_layers - self.num_layers_with_cache) * linear
 
     @cached_property
     def _params(self) -> dict[LayerKind, dict[str, Param]]:
@@ -212,3 +227,9 @@ class ModelFacts:
     def num_trained_of(self, kind: LayerKind) -> int:
         """Parameters of one decoder layer that are trained."""
         return self._counts[kind][2]
+
+    @property
+    def num_parameters_met(self) -> int:
+        """Parameters that work on a token, as makers of mixtures count: its layers and the head."""
+        layers = sum(self.num_active_parameters(kind) for kind in self.layers)
+        return layers + self.vocab_size * self.hidden_size

@@ -56,6 +56,11 @@ class Experts:
     """whether the router has a correction of its scores that is stored and not trained"""
     shared: str | None = None
     """config key of how many experts every token goes through"""
+    shared_width: str | None = None
+    """config key of the width of those that every token goes through, together"""
+    shared_name: str = "shared_experts"
+    shared_gate: bool = False
+    """whether a token weighs by itself what comes of them"""
     balance_loss: bool = True
     """whether transformers adds the router's balance loss if asked to"""
 
@@ -78,23 +83,33 @@ class Family:
     model_type: str
     norms: tuple[str, ...]
     """names of the norms of one layer, each of `hidden_size` values"""
-    qk_norm: bool = False
-    """q_norm and k_norm over `head_dim`"""
+    qk_norm: bool | None = False
+    """q_norm and k_norm over `head_dim`; None: as `use_qk_norm` of the config says"""
     qkv_bias: bool | None = False
     """None: as `attention_bias` of the config says"""
     o_bias: bool | None = False
     """None: as `attention_bias` of the config says"""
     mlp_bias: bool | None = False
     """None: as `mlp_bias` of the config says"""
-    attention: Literal["heads", "fused", "latent", "conv1d"] = "heads"
+    unit_heads: bool = False
+    """whether queries and keys of layers with a window may be made as long as each other in fp32,
+    without a weight; `use_qk_norm` of the config says so, true where it has none"""
+    attention: Literal["heads", "fused", "latent", "conv1d", "output gate"] = "heads"
     mlp: Literal["gated", "fused", "conv1d"] = "gated"
-    """kinds of `models/layers.py`"""
+    linear: Literal["one matrix", "a matrix each"] | None = None
+    """how the linear attention of some layers projects its inputs; None: all attend to all tokens.
+    These are kinds of `models/layers.py`"""
+    mlp_name: str = "mlp"
     norm_bias: bool = False
+    partial_rotary: bool = False
+    """whether only some numbers of a head are rotated and then joined with the others anew"""
     sinks: bool = False
     """whether each head has a logit of its own that takes from all others"""
     names: Names = Names()
     keys: Mapping[str, str] = field(default_factory=dict)
     """usual config key -> what this family calls it"""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """sizes that published configs leave to transformers' config class"""
     default_attention_bias: bool = False
     default_head_dim: int | None = None
     """head_dim where the config has none; None: hidden_size / num_attention_heads"""
@@ -111,6 +126,9 @@ class Family:
     default_window: int = 4096
     default_pattern: int = 6
     """of `sliding_window_pattern`"""
+    windowed: str = "sliding_attention"
+    """what `layer_types` calls a layer with a window. Llama 4's are chunks: a token sees those
+    before it in its own chunk, at most as many"""
     tp_rules: Mapping[str, str] = field(default_factory=dict)
     """what transformers' tensor-parallel table lacks, or has otherwise"""
     dropouts: Mapping[str, float] = field(default_factory=lambda: {"attention_dropout": 0.0})
@@ -123,6 +141,19 @@ class Family:
     """which layers of a mixture have a plain MLP: the first `first_k_dense_replace`, or those that
     `mlp_only_layers` and `decoder_sparse_step` say"""
     proved: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
+    """of a family that nothing is proved for, so that Shardwise does not run it: the kinds that the
+    planner counts all the same"""
+
+    @property
+    def norms_after_mlp(self) -> bool:
+        """Whether a layer norms what its MLP gives."""
+        return bool({"post_feedforward_layernorm", "post_mlp_layernorm"} & set(self.norms))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of parallelism that a plan for this family may have."""
+        return self.proved or self.planned
 
 
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -206,6 +237,11 @@ FAMILIES: dict[str, Family] = {
             o_bias=None,
             default_head_dim=256,
             default_kv_heads=4,
+            defaults={
+                "num_attention_heads": 8,
+                "vocab_size": 262208,
+                "max_position_embeddings": 131072,
+            },
             tied_by_default=True,
             sliding="pattern",
             fp32_norm_output=True,

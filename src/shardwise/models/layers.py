@@ -50,6 +50,8 @@ class LayerKind(NamedTuple):  # not a dataclass: a search counts millions of the
     has_experts: bool = False
     window: int | None = None
     """tokens that its attention sees; None: all before"""
+    is_linear: bool = False
+    """whether it keeps a state of fixed size in place of keys and values"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +68,44 @@ class Latent:
     v_dim: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Sizes of linear attention (Gated DeltaNet, arXiv 2412.06464)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    """of one head, like `value_dim`"""
+    value_dim: int
+    kernel: int
+    """tokens that its convolution sees"""
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys of all heads; that of the queries too."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of the values of all heads; that of the output and its gate too."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def mixed(self) -> int:
+        """Width of what the convolution works on: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state(self) -> int:
+        """Values that a layer keeps of a sequence, however long it is: a matrix a head, and what
+        the convolution still needs."""
+        return self.values * self.key_dim + self.mixed * (self.kernel - 1)
+
+
 def layer_params(facts: ModelFacts, kind: LayerKind) -> dict[str, Param]:
     """Name inside the layer -> parameter, as transformers builds it."""
     family = facts.family
-    params = ATTENTIONS[family.attention](facts)
+    params = _linear_attention(facts) if kind.is_linear else ATTENTIONS[family.attention](facts)
     params |= _experts(facts) if kind.has_experts else MLPS[family.mlp](facts)
     for norm in family.norms:
         params[f"{norm}.weight"] = Param(shape=(facts.hidden_size,))
@@ -86,15 +122,17 @@ def _linear(name: str, num_out: int, num_in: int, cut: Cut, *, bias: bool) -> di
 
 
 def _heads(facts: ModelFacts) -> dict[str, Param]:
-    """Queries, keys and values of heads, each a matrix of its own."""
+    """Queries, keys and values of heads, each a matrix of its own; the queries' may also make a
+    gate for each number of the output."""
     h, q, kv = facts.hidden_size, facts.q_size, facts.k_size
+    width = 2 * q if facts.family.attention == "output gate" else q
     params = {
-        **_linear("self_attn.q_proj", q, h, "columns", bias=facts.qkv_bias),
+        **_linear("self_attn.q_proj", width, h, "columns", bias=facts.qkv_bias),
         **_linear("self_attn.k_proj", kv, h, "kv_heads", bias=facts.qkv_bias),
         **_linear("self_attn.v_proj", kv, h, "kv_heads", bias=facts.qkv_bias),
         **_linear("self_attn.o_proj", h, q, "rows", bias=facts.o_bias),
     }
-    if facts.family.qk_norm:
+    if facts.qk_norm:
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
             params[name] = Param(shape=(facts.head_dim,), cut="shared")
     if facts.family.sinks:
@@ -141,6 +179,27 @@ def _latent(facts: ModelFacts) -> dict[str, Param]:
     }
 
 
+def _linear_attention(facts: ModelFacts) -> dict[str, Param]:
+    """A gated delta rule over queries, keys and values that a short convolution has mixed."""
+    h, linear = facts.hidden_size, facts.linear
+    if linear is None:
+        raise ValueError("the facts of a linear attention have no sizes")
+    heads = linear.num_value_heads
+    widths = {"qkvz": linear.mixed + linear.values, "ba": 2 * heads}
+    if facts.family.linear == "a matrix each":
+        widths = {"qkv": linear.mixed, "z": linear.values, "b": heads, "a": heads}
+    params = {
+        "linear_attn.dt_bias": Param(shape=(heads,)),
+        "linear_attn.A_log": Param(shape=(heads,)),
+        "linear_attn.conv1d.weight": Param(shape=(linear.mixed, 1, linear.kernel)),
+        "linear_attn.norm.weight": Param(shape=(linear.value_dim,)),
+        "linear_attn.out_proj.weight": Param(shape=(h, linear.values)),
+    }
+    for name, width in widths.items():
+        params[f"linear_attn.in_proj_{name}.weight"] = Param(shape=(width, h))
+    return params
+
+
 def _conv1d_attention(facts: ModelFacts) -> dict[str, Param]:
     """GPT-2's, whose matrices are stored the other way round."""
     h = facts.hidden_size
@@ -160,7 +219,8 @@ def _conv1d(name: str, num_in: int, num_out: int) -> dict[str, Param]:
 
 
 def _gated(facts: ModelFacts) -> dict[str, Param]:
-    return _gated_mlp("mlp", facts.hidden_size, facts.intermediate_size, bias=facts.mlp_bias)
+    name = facts.family.mlp_name
+    return _gated_mlp(name, facts.hidden_size, facts.intermediate_size, bias=facts.mlp_bias)
 
 
 def _gated_mlp(name: str, h: int, f: int, *, bias: bool) -> dict[str, Param]:
@@ -192,30 +252,35 @@ def _experts(facts: ModelFacts) -> dict[str, Param]:
     gate_up, down = (count, 2 * f, h), (count, h, f)
     if row.transposed:
         gate_up, down = (count, h, 2 * f), (count, f, h)
+    block = facts.family.mlp_name
     params = {
-        f"mlp.{row.router}.weight": Param(shape=(count, h)),
-        GATE_UP: Param(shape=gate_up, cut="experts"),
-        DOWN: Param(shape=down, cut="experts"),
+        f"{block}.{row.router}.weight": Param(shape=(count, h)),
+        f"{block}.{GATE_UP}": Param(shape=gate_up, cut="experts"),
+        f"{block}.{DOWN}": Param(shape=down, cut="experts"),
     }
     if row.bias:
-        params[f"mlp.{row.router}.bias"] = Param(shape=(count,))
-        params[f"{GATE_UP}_bias"] = Param(shape=(count, 2 * f), cut="experts")
-        params[f"{DOWN}_bias"] = Param(shape=(count, h), cut="experts")
+        params[f"{block}.{row.router}.bias"] = Param(shape=(count,))
+        params[f"{block}.{GATE_UP}_bias"] = Param(shape=(count, 2 * f), cut="experts")
+        params[f"{block}.{DOWN}_bias"] = Param(shape=(count, h), cut="experts")
     if facts.shared_width:
-        params |= _gated_mlp("mlp.shared_experts", h, facts.shared_width, bias=False)
+        shared = f"{block}.{row.shared_name}"
+        params |= _gated_mlp(shared, h, facts.shared_width, bias=False)
+        if row.shared_gate:
+            params[f"{shared}_gate.weight"] = Param(shape=(1, h))
     return params
 
 
 SINK_PADDING = 8
 """numbers by which a head with a sink grows in attention; kernels want multiples of eight"""
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""names of a layer's stacked experts"""
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+"""names of a layer's stacked experts, inside its MLP"""
 
 ATTENTIONS: dict[str, Callable[[ModelFacts], dict[str, Param]]] = {
     "heads": _heads,
     "fused": _fused_heads,
     "latent": _latent,
     "conv1d": _conv1d_attention,
+    "output gate": _heads,
 }
 MLPS: dict[str, Callable[[ModelFacts], dict[str, Param]]] = {
     "gated": _gated,

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import Lora, Plan
 from shardwise.errors import UserError
-from shardwise.models.adapters import base_of, complete, read_adapters
+from shardwise.models.adapters import (
+    ADAPTER_CONFIG,
+    complete,
+    read_adapter_config,
+    read_adapters,
+)
 from shardwise.models.facts import ModelFacts
 from shardwise.models.families import FAMILIES, Family
-from shardwise.models.layers import Latent, LayerKind
+from shardwise.models.hub import CONFIG_FILE, cached_directory, is_hub_id
+from shardwise.models.layers import Latent, LayerKind, Linear
+from shardwise.models.planned import ALL_FAMILIES
+from shardwise.models.sizes import Sizes
 
-CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+_MOST_LAYERS = 10_000
+"""of a model: each is listed, and no model has as many"""
 _DEFAULT_Q_RANK = 1536  # of transformers' config class
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (0.0, 0),
     "use_sliding_window": (False,),
@@ -26,14 +34,47 @@ _NOT_PROVED_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def facts_of_plan(plan: Plan) -> ModelFacts:
-    """The facts of a plan's model, with the adapters that the plan adds.
+def base_of(directory: Path) -> Path | None:
+    """The model that a directory of adapters belongs to; None if it holds no adapters.
 
     Raises:
-        UserError: as `read_facts`; or the plan asks for adapters that the model cannot have, does
-            not train, or that are not those of the directory.
+        UserError: the model is not there.
     """
-    facts = read_facts(plan.model)
+    if not (directory / ADAPTER_CONFIG).exists():
+        return None
+    given = str(read_adapter_config(directory).get("base_model_name_or_path") or "")
+    base = directory / given  # an absolute path stays as it is
+    if given and not base.is_dir() and is_hub_id(given):
+        base = cached_directory(given) or base
+    if not given or not base.is_dir():
+        raise UserError(
+            f"{directory} holds adapters of the model {given!r}, which is not there; put its "
+            f"directory into base_model_name_or_path of {directory / ADAPTER_CONFIG}."
+        )
+    return base
+
+
+def directory_with(file: str, model: str | Path) -> Path:
+    """Where a small file of a model is: beside its adapters, or with the model that they are of."""
+    directory = Path(model)
+    if (directory / file).exists():
+        return directory
+    return base_of(directory) or directory
+
+
+def facts_of_plan(plan: Plan) -> ModelFacts:
+    """The facts of a plan's model, with the adapters that the plan adds (errors as `read_facts` and
+    `with_adapters_of`)."""
+    return with_adapters_of(plan, read_facts(plan.model))
+
+
+def with_adapters_of(plan: Plan, facts: ModelFacts) -> ModelFacts:
+    """The facts of a plan's model as found, and the adapters that the plan adds.
+
+    Raises:
+        UserError: the plan asks for adapters that the model cannot have, does not train, or that
+            are not those of the directory.
+    """
     if plan.lora is not None and plan.task == "full":
         raise UserError("the plan has a section lora, and task=full trains no adapters: task=lora.")
     if facts.adapters is not None and plan.task == "full":
@@ -59,10 +100,11 @@ def facts_of_plan(plan: Plan) -> ModelFacts:
 
 
 def read_facts(model: str | Path) -> ModelFacts:
-    """Read the facts of a model directory (or of a config.json), or of adapters and their model.
+    """Read the facts of a model directory (or of a config.json) that Shardwise can run, or of
+    adapters and their model.
 
     Raises:
-        UserError: no readable config.json, a key is missing, or the family is not supported.
+        UserError: no readable config.json, a key is missing, or the model cannot be run.
     """
     path = Path(model)
     base = base_of(path)
@@ -77,20 +119,44 @@ def read_facts(model: str | Path) -> ModelFacts:
             f"no model at {str(model)!r}: expected a directory with {CONFIG_FILE}, or that file "
             "(models are not downloaded; fetch one first and give its directory)."
         )
+    return facts_of_config(read_config(file), source=str(file))
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The content of a config.json.
+
+    Raises:
+        UserError: the file is not readable, or holds no JSON object.
+    """
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {file} as JSON: {error}.") from None
     if not isinstance(config, dict):
         raise UserError(f"{file} holds no JSON object.")
-    return facts_of_config(config, source=str(file))
+    return config
 
 
-def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
-    """The facts in the content of a config.json; `source` names it in errors."""
-    family = _family(config, source)
-    _refuse_what_is_not_proved(config, family, source)
-    size = _Sizes(config, source, family.keys)
+def facts_of_config(
+    config: Mapping[str, Any], *, source: str, planning: bool = False
+) -> ModelFacts:
+    """The facts in the content of a config.json.
+
+    Args:
+        source: names it in errors.
+        planning: read what can only be planned too; `why_not_run` says what that is.
+
+    Raises:
+        UserError: a key is missing or wrong, or the model cannot be planned (or run).
+    """
+    family = _family(config, source, planning=planning)
+    config = {**family.defaults, **config}
+    _refuse_what_is_not_causal(config, source)
+    reason = None if planning else why_not_run(config)
+    if reason is not None:
+        others = "" if family.proved else f"; it runs {_running()}"
+        raise UserError(f"{source}: {reason}{others}.")
+    size = Sizes(config, source, family.keys)
     num_heads = size.required("num_attention_heads")
     hidden_size = size.required("hidden_size")
     latent = _latent(config, family, size)
@@ -107,11 +173,14 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
         )
     if hidden_size % num_heads and family.attention == "conv1d":
         raise UserError(f"{source}: {num_heads} heads do not divide the width {hidden_size}.")
+    layers = _layer_kinds(config, family, size)
+    if all(kind.has_experts for kind in layers):
+        width = 0  # no layer has a plain MLP
     return ModelFacts(
         family=family,
         hidden_size=hidden_size,
         intermediate_size=size.optional("intermediate_size", width),
-        layers=_layer_kinds(config, family, size),
+        layers=layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=latent.nope_dim + latent.rope_dim
@@ -122,15 +191,64 @@ def facts_of_config(config: Mapping[str, Any], *, source: str) -> ModelFacts:
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=size.flag("use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
+        unit_heads=family.unit_heads and size.flag("use_qk_norm", True),
         max_positions=size.required("max_position_embeddings"),
         dropout=_dropout(config, family, source),
         dtype=dtype,
         latent=latent,
+        linear=_linear(size) if family.linear else None,
         **_experts(config, family, size),
     )
 
 
-def _latent(config: Mapping[str, Any], family: Family, size: _Sizes) -> Latent | None:
+def why_not_run(config: Mapping[str, Any]) -> str | None:
+    """The reason why a model that can be planned cannot be run; None if it can.
+
+    Some kinds of rotary embedding change with the padded length of a row.
+    """
+    family = ALL_FAMILIES[str(config["model_type"])]
+    if not family.proved:
+        return f"Shardwise does not run {family.model_type} yet"
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "") if isinstance(quantised, Mapping) else ""
+        how = f" ({method})" if method else ""
+        return (
+            f"the model is quantised{how}, which this version cannot shard; "
+            "give the unquantised model"
+        )
+    for kind in sorted(_rope_types(config)):
+        if kind not in family.rope_types:
+            return (
+                f"rope type {kind!r} is not proved equal to one process; those that "
+                f"are: {', '.join(family.rope_types)}"
+            )
+    return None
+
+
+def _running() -> str:
+    return ", ".join(sorted(FAMILIES))
+
+
+def _linear(size: Sizes) -> Linear:
+    """Sizes of a linear attention, with the defaults of transformers' config classes."""
+    linear = Linear(
+        num_key_heads=size.optional("linear_num_key_heads", 16),
+        num_value_heads=size.optional("linear_num_value_heads", 32),
+        key_dim=size.optional("linear_key_head_dim", 128),
+        value_dim=size.optional("linear_value_head_dim", 128),
+        kernel=size.optional("linear_conv_kernel_dim", 4),
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        raise UserError(
+            f"{size.source}: {linear.num_value_heads} linear value heads are no multiple of "
+            f"{linear.num_key_heads} linear key heads."
+        )
+    return linear
+
+
+def _latent(config: Mapping[str, Any], family: Family, size: Sizes) -> Latent | None:
     """Sizes of a latent attention, which has its own idea of a head."""
     if family.attention != "latent":
         return None
@@ -157,7 +275,7 @@ def _latent(config: Mapping[str, Any], family: Family, size: _Sizes) -> Latent |
     return latent
 
 
-def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[str, Any]:
+def _experts(config: Mapping[str, Any], family: Family, size: Sizes) -> dict[str, Any]:
     """What a config says of experts, refusing what is not proved."""
     row = family.experts
     if row is None:
@@ -175,31 +293,42 @@ def _experts(config: Mapping[str, Any], family: Family, size: _Sizes) -> dict[st
         )
     key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
     num_experts, chosen = size.required(key), size.required("num_experts_per_tok")
-    groups = size.optional("n_group", 8) if row.corrected else 1
+    groups = size.optional("n_group", 8 if family.attention == "latent" else 1)
+    groups = groups if row.corrected else 1
     if chosen > num_experts or num_experts % groups:
         raise UserError(
             f"{size.source}: {chosen} of {num_experts} experts in {groups} groups; "
             "num_experts_per_tok can be at most their number, and n_group must divide it."
         )
     width = size.required(row.width)
-    shared = size.required(row.shared) if row.shared else 0
+    shared = size.required(row.shared) * width if row.shared else 0
+    if row.shared_width:
+        shared = size.required(row.shared_width)
     return {
         "num_experts": num_experts,
         "experts_per_token": chosen,
         "expert_width": width,
-        "shared_width": shared * width,
+        "shared_width": shared,
         "balance_weight": size.number("router_aux_loss_coef", 0.001) if balance else None,
     }
 
 
-def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tuple[LayerKind, ...]:
+def _layer_kinds(config: Mapping[str, Any], family: Family, size: Sizes) -> tuple[LayerKind, ...]:
     num_layers = size.required("num_hidden_layers")
-    sliding = _sliding_layers(config, family, num_layers, size)
-    window = None
+    if num_layers > _MOST_LAYERS:
+        raise UserError(
+            f"{size.source}: num_hidden_layers is {num_layers}; expected at most {_MOST_LAYERS}."
+        )
+    types = _layer_types(config, family, num_layers, size)
+    sliding = [kind == family.windowed for kind in types or ()] or _sliding_layers(
+        config, family, num_layers, size
+    )
+    linear = _linear_layers(types, family, num_layers, size)
+    window, key = None, family.keys.get("sliding_window", "sliding_window")
     if any(sliding):
-        if "sliding_window" in config and config["sliding_window"] is None:
+        if key in config and config[key] is None:
             raise UserError(
-                f"{size.source}: sliding_window is null, and {sum(sliding)} layers have a sliding "
+                f"{size.source}: {key} is null, and {sum(sliding)} layers have a sliding "
                 f"window; set it to a number of tokens, such as {family.default_window}."
             )
         window = size.optional("sliding_window", family.default_window)
@@ -208,13 +337,49 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, size: _Sizes) -> tup
         LayerKind(
             has_experts=family.experts is not None and not is_dense,
             window=window if is_sliding else None,
+            is_linear=is_linear,
         )
-        for is_sliding, is_dense in zip(sliding, dense, strict=True)
+        for is_sliding, is_dense, is_linear in zip(sliding, dense, linear, strict=True)
     )
 
 
+def _layer_types(
+    config: Mapping[str, Any], family: Family, num_layers: int, size: Sizes
+) -> list[str] | None:
+    """What the config says each layer is; None: it says nothing."""
+    reads = family.sliding in ("upper", "pattern") or family.linear
+    types = config.get("layer_types") if reads else None
+    if not types:
+        return None
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise UserError(
+            f"{size.source}: layer_types is {types!r}; expected one entry for each of the "
+            f"{num_layers} layers."
+        )
+    known = ("full_attention", "linear_attention" if family.linear else family.windowed)
+    strange = sorted({str(kind) for kind in types} - set(known))
+    if strange:
+        raise UserError(
+            f"{size.source}: layers of the type {strange[0]!r} are not proved; those that are: "
+            f"{', '.join(known)}."
+        )
+    return types
+
+
+def _linear_layers(
+    types: list[str] | None, family: Family, num_layers: int, size: Sizes
+) -> list[bool]:
+    """For each layer whether its attention is linear."""
+    if not family.linear:
+        return [False] * num_layers
+    if types:
+        return [kind == "linear_attention" for kind in types]
+    every = size.optional("full_attention_interval", 4)
+    return [(number + 1) % every != 0 for number in range(num_layers)]
+
+
 def _dense_layers(
-    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+    config: Mapping[str, Any], family: Family, num_layers: int, size: Sizes
 ) -> list[bool]:
     """For each layer of a mixture of experts, whether it has a plain MLP instead."""
     if family.dense_layers == "first":
@@ -229,27 +394,23 @@ def _dense_layers(
     return [False] * num_layers
 
 
-def _family(config: Mapping[str, Any], source: str) -> Family:
+def _family(config: Mapping[str, Any], source: str, *, planning: bool) -> Family:
     model_type = config.get("model_type")
-    if config.get("quantization_config"):
-        raise UserError(
-            f"{source}: the model is quantised, which this version cannot shard; "
-            "give the unquantised model."
-        )
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in ALL_FAMILIES:
+        if planning:
+            raise UserError(
+                f"{source}: model_type {model_type!r} cannot be planned; the families that can: "
+                f"{', '.join(sorted(ALL_FAMILIES))}."
+            )
         raise UserError(
             f"{source}: model_type {model_type!r} is not proved equal to one process yet; "
-            f"the families that are: {', '.join(sorted(FAMILIES))}."
+            f"the families that are: {_running()}."
         )
-    return FAMILIES[str(model_type)]
+    return ALL_FAMILIES[model_type]
 
 
-def _refuse_what_is_not_proved(config: Mapping[str, Any], family: Family, source: str) -> None:
-    """Settings under which a supported family computes something else.
-
-    Rows are padded on the right without a mask, which only a causal model may not see; and some
-    kinds of rotary embedding change with the padded length.
-    """
+def _refuse_what_is_not_causal(config: Mapping[str, Any], source: str) -> None:
+    """Rows are padded on the right without a mask, which only a causal model may not see."""
     if config.get("use_bidirectional_attention"):
         raise UserError(
             f"{source}: use_bidirectional_attention lets tokens attend to later ones; only causal "
@@ -260,12 +421,6 @@ def _refuse_what_is_not_proved(config: Mapping[str, Any], family: Family, source
             f"{source}: add_cross_attention makes a decoder of an encoder's output; only models of "
             "their own are supported."
         )
-    for kind in _rope_types(config):
-        if kind not in family.rope_types:
-            raise UserError(
-                f"{source}: rope type {kind!r} is not proved equal to one process; those that "
-                f"are: {', '.join(family.rope_types)}."
-            )
 
 
 def _rope_types(config: Mapping[str, Any]) -> set[str]:
@@ -292,23 +447,9 @@ def _dropout(config: Mapping[str, Any], family: Family, source: str) -> tuple[st
 
 
 def _sliding_layers(
-    config: Mapping[str, Any], family: Family, num_layers: int, size: _Sizes
+    config: Mapping[str, Any], family: Family, num_layers: int, size: Sizes
 ) -> list[bool]:
     """For each layer whether it has a sliding window, as transformers' config classes decide."""
-    types = config.get("layer_types") if family.sliding in ("upper", "pattern") else None
-    if types:
-        if not isinstance(types, list) or len(types) != num_layers:
-            raise UserError(
-                f"{size.source}: layer_types is {types!r}; expected one entry for each of the "
-                f"{num_layers} layers."
-            )
-        strange = sorted({str(kind) for kind in types} - set(_LAYER_TYPES))
-        if strange:
-            raise UserError(
-                f"{size.source}: layers of the type {strange[0]!r} are not proved; those that are: "
-                f"{', '.join(_LAYER_TYPES)}."
-            )
-        return [kind == "sliding_attention" for kind in types]
     if family.sliding == "all":
         return [bool(config.get("sliding_window", family.default_window))] * num_layers
     if family.sliding == "given":
@@ -321,43 +462,3 @@ def _sliding_layers(
         pattern = size.optional("sliding_window_pattern", family.default_pattern)
         return [(number + 1) % pattern != 0 for number in range(num_layers)]
     return [False] * num_layers
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    config: Mapping[str, Any]
-    source: str
-    keys: Mapping[str, str]
-    """what the family calls some of them"""
-
-    def required(self, key: str, *, least: int = 1) -> int:
-        key = self.keys.get(key, key)
-        value = self.config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UserError(
-                f"{self.source}: {key} is {value!r}; expected a whole number of at least {least}."
-            )
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A setting that is on or off."""
-        value = self.config.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise UserError(f"{self.source}: {key} is {value!r}; expected true or false.")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A number that need not be whole."""
-        value = self.config.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UserError(f"{self.source}: {key} is {value!r}; expected a number.")
-        return float(value)
-
-    def optional(self, key: str, default: int | None, *, least: int = 1) -> int:
-        """Without a default the key is required."""
-        given = self.config.get(self.keys.get(key, key)) is not None
-        if given or default is None:
-            return self.required(key, least=least)
-        return default

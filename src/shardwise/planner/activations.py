@@ -12,6 +12,8 @@ from shardwise.models.layers import SINK_PADDING, LayerKind
 
 FP32 = 4
 _INDEX = 8
+_DELTA_CHUNK = 64
+"""tokens that kernels of the gated delta rule take at a time (fla-org/flash-linear-attention)"""
 
 
 def activation_bytes_per_token(
@@ -29,7 +31,13 @@ def activation_bytes_per_token(
         norms = len(facts.family.norms) * (facts.hidden_size + 2) * c
     norms //= layout.sequence_parts
     mlp = _experts(facts, layout, c) if kind.has_experts else _mlp(facts, layout, c)
-    return norms + _attention(facts, layout, c) + mlp + _inner(facts, kind) * c
+    attention = _linear_attention(facts, c) if kind.is_linear else _attention(facts, layout, c)
+    if facts.unit_heads and kind.window is not None:  # in fp32, and one number a head
+        heads = facts.num_heads // layout.tp + facts.num_kv_heads // min(
+            layout.tp, facts.num_kv_heads
+        )
+        attention += heads * (facts.head_dim + 1) * FP32
+    return norms + attention + mlp + _inner(facts, kind) * c
 
 
 def _feeds(facts: ModelFacts, *names: str) -> bool:
@@ -39,6 +47,8 @@ def _feeds(facts: ModelFacts, *names: str) -> bool:
 
 def _inner(facts: ModelFacts, kind: LayerKind) -> int:
     """What the adapters of a layer make of a token between their two matrices."""
+    if facts.adapters is None:
+        return 0
     params = facts.params_of(kind)
     return sum(param.shape[0] for name, param in params.items() if name.endswith(LORA_A))
 
@@ -61,9 +71,12 @@ def _attention(facts: ModelFacts, layout: Layout, c: int) -> int:
         kept += (heads + kv_heads) * facts.head_dim * c
     if _copies_output(facts) and _feeds(facts, "o_proj"):
         kept += facts.attention_size // tp * c
-    if facts.family.qk_norm:
+    if facts.qk_norm:
         norm = _norm(facts, 1, c) - FP32
         kept += (heads + kv_heads) * facts.head_dim * norm + 2 * heads * FP32
+    if facts.family.attention == "output gate":  # which stays, and what it makes of the output
+        kept += 2 * heads * facts.head_dim * c
+        kept += heads * facts.head_dim * c if c == FP32 else 0  # beside the queries in one tensor
     if facts.latent is not None:
         latent = facts.latent
         kept += _norm(facts, latent.kv_rank, c)
@@ -75,6 +88,24 @@ def _attention(facts: ModelFacts, layout: Layout, c: int) -> int:
     return kept
 
 
+def _linear_attention(facts: ModelFacts, c: int) -> int:
+    """Gated DeltaNet as transformers writes it, on the kernels that it takes for it: of the
+    convolution the input (Dao-AILab/causal-conv1d); of the delta rule the normed queries and keys,
+    the values, each head's decay and weight, and its inverted chunk (gated_delta_rule/chunk.py of
+    fla-org/flash-linear-attention); and the gated norm of the output.
+    """
+    linear = facts.linear
+    if linear is None:
+        raise ValueError(f"{facts.model_type} has no linear attention")
+    heads, values = linear.num_value_heads, linear.values
+    mixed = (facts.hidden_size + linear.mixed) * c
+    rule = (2 * linear.keys + values + heads * (_DELTA_CHUNK + 1)) * c
+    rule += (2 * linear.num_key_heads + 3 * heads) * FP32
+    # its fp32 input, the gate and its activation; the output normed, weighted and gated
+    norm = values * (3 * FP32 + 3 * c) + heads * FP32
+    return mixed + rule + norm
+
+
 def _head_width(facts: ModelFacts) -> int:
     """Numbers of a head in attention (models/attention.py)."""
     return facts.head_dim + (SINK_PADDING if facts.family.sinks else 0)
@@ -82,7 +113,8 @@ def _head_width(facts: ModelFacts) -> int:
 
 def _copies_output(facts: ModelFacts) -> bool:
     """Whether the last projection needs attention's output in another order, or narrower."""
-    return facts.family.attention in ("fused", "latent") or facts.family.sinks
+    family = facts.family
+    return family.attention in ("fused", "latent") or family.sinks or family.partial_rotary
 
 
 def _mlp(facts: ModelFacts, layout: Layout, c: int) -> int:
@@ -115,6 +147,8 @@ def _experts(facts: ModelFacts, layout: Layout, c: int) -> int:
     shared = (4 if trained else 3) * facts.shared_width // layout.tp * c
     if shared and layout.sequence_parallel and trained:
         shared += h * c  # gathered; else it is the router's input
+    if row.shared_gate:
+        shared += (h + 1) * c  # what comes of them, and the gate
     return routed // layout.tp + shared
 
 
@@ -177,15 +211,20 @@ def context_bytes_per_token(facts: ModelFacts, layout: Layout, c: int, *, packed
 def selective_bytes_per_token(facts: ModelFacts, kind: LayerKind, layout: Layout, c: int) -> int:
     """The results of a layer's matrix products, those of adapters too, and of its attention."""
     tp, h = layout.tp, facts.hidden_size
-    q, out = facts.q_size // tp, facts.attention_size // tp
-    kv = (facts.k_size + facts.v_size) // min(tp, facts.num_kv_heads)
-    products = q + kv + h
+    out = facts.attention_size // tp
+    products = h + (2 if facts.family.attention == "output gate" else 1) * facts.q_size // tp
+    products += (facts.k_size + facts.v_size) // min(tp, facts.num_kv_heads)
+    per_head = FP32
+    if kind.is_linear and facts.linear is not None:  # its kernels run again
+        products = h + facts.linear.mixed + facts.linear.values + 2 * facts.linear.num_value_heads
+        out = per_head = 0
     if kind.has_experts:
         products += facts.num_experts
         products += h + 2 * facts.shared_width // tp if facts.shared_width else 0
     else:
         halves = 1 if facts.family.mlp == "conv1d" else 2
         products += h + halves * (facts.intermediate_size // tp)
-    on_rank = facts.params_on_rank(kind, tp=tp, ep=layout.ep)
-    products += sum(p.shape[0] for name, p in on_rank.items() if name.endswith((LORA_A, LORA_B)))
-    return (products + out) * c + facts.num_heads // tp * FP32
+    if facts.adapters is not None:
+        both = facts.params_on_rank(kind, tp=tp, ep=layout.ep).items()
+        products += sum(p.shape[0] for name, p in both if name.endswith((LORA_A, LORA_B)))
+    return (products + out) * c + facts.num_heads // tp * per_head

@@ -42,10 +42,11 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
             f"zero={layout.zero} with pp={layout.pp}: a pipeline keeps parameters gathered and "
             "reduces gradients once a step, which is ZeRO-1; set zero=1"
         )
-    unproved = sorted(_kinds(layout, task) - set(facts.family.proved))
-    if unproved:
-        proved = ", ".join(facts.family.proved) or "none"
-        return f"{unproved[0]} is not proved for {facts.model_type}; proved for it: {proved}"
+    family = facts.family
+    others = sorted(_kinds(layout, task) - set(family.kinds))
+    if others:
+        done, known = "proved" if family.proved else "planned", ", ".join(family.kinds) or "none"
+        return f"{others[0]} is not {done} for {facts.model_type}; {done} for it: {known}"
     if layout.tp == 1:
         return None
     for what, number in _split_by_tp(facts).items():
@@ -102,11 +103,12 @@ def legal_tp_sizes(facts: ModelFacts) -> list[int]:
 
     KV heads may also be fewer than ranks, if each can be held by equally many.
     """
+    if not {"tp", "serve tp"} & set(facts.family.kinds):
+        return [1]
     split = _split_by_tp(facts)
-    largest = min(number for what, number in split.items() if what != KV)
     return [
         tp
-        for tp in range(1, largest + 1)
+        for tp in _divisors(facts.num_heads)
         if all(_splits(number, tp, repeat=what == KV) for what, number in split.items())
     ]
 

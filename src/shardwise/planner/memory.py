@@ -361,5 +361,5 @@ def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
         "activations": layer * context,
         "logits": 2 * facts.vocab_size * FP32,
         "buffers": 0,
-        "kv_cache": facts.num_layers * cached * c * context,
+        "kv_cache": facts.num_layers_with_cache * cached * c * context + facts.state_size * FP32,
     }

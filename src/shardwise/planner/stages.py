@@ -127,6 +127,8 @@ def _layer_cost(facts: ModelFacts, kind: LayerKind, length: int, cp: int) -> flo
     window = min(kind.window or length, length)
     seen = window - window * window / (2 * length)  # on average; half of a sequence without window
     products = facts.num_active_parameters(kind)
+    if kind.is_linear and facts.linear is not None:  # a head's state read, changed and read again
+        return products + 3 * facts.linear.values * facts.linear.key_dim
     if facts.latent is not None:  # every rank of `cp` expands the latent of the whole sequence
         expanded = facts.num_heads * (facts.latent.nope_dim + facts.latent.v_dim)
         products += (cp - 1) * facts.latent.kv_rank * expanded

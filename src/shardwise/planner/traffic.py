@@ -279,7 +279,7 @@ def _tensor_traffic(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) 
     counts, recomputed = layer_counts(facts, stages), recomputed_layers(plan, facts, stages)
     recompute = num_micro * recomputed.total()
     # recomputation ends where nothing more is needed: before the MLP's sum, unless a norm follows
-    sums_again = recompute * (2 if "post_feedforward_layernorm" in facts.family.norms else 1)
+    sums_again = recompute * (2 if facts.family.norms_after_mlp else 1)
     whole = local_tokens(plan) * facts.hidden_size * plan.precision.compute_bytes
     targets = local_tokens(plan) - (train.micro_batch if layout.cp == 1 else 0)
     # beside adapters the embedding is frozen, and what enters the first layer has no gradient

@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
@@ -26,8 +25,8 @@ from starlette.types import Receive, Scope, Send
 from transformers import AutoTokenizer
 
 from shardwise.config import Plan
-from shardwise.models.adapters import directory_with
-from shardwise.models.read import TOKENIZER_FILE, read_facts
+from shardwise.models.hub import TOKENIZER_FILE, name_of
+from shardwise.models.read import directory_with, read_facts
 from shardwise.server.engine import Engine
 from shardwise.server.messages import Event, Request
 
@@ -109,7 +108,7 @@ def run_api(engine: Engine, plan: Plan, context: int) -> None:
     files = directory_with(TOKENIZER_FILE, plan.model)
     tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True)
     limits = Limits(context=context, vocab_size=read_facts(plan.model).vocab_size)
-    app = build_app(engine, tokenizer, Path(plan.model).name, limits)
+    app = build_app(engine, tokenizer, name_of(plan.model), limits)
     config = uvicorn.Config(
         app,
         host=plan.serve.host,

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, DynamicCache, GenerationConfig, PreTrainedModel
 
 from shardwise.config import Plan
-from shardwise.models.adapters import directory_with
-from shardwise.models.read import TOKENIZER_FILE
+from shardwise.models.hub import TOKENIZER_FILE
+from shardwise.models.read import directory_with
 from shardwise.parallel.mesh import Mesh
 from shardwise.server.messages import END_OF_ANSWER, Command, Event, FinishReason, Request
 from shardwise.server.sampling import sample

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import torch.distributed as dist
 
 from shardwise import console
 from shardwise.config import Plan
+from shardwise.models.hub import name_of
 from shardwise.models.read import read_facts
 from shardwise.parallel.data import DTYPES
 from shardwise.parallel.mesh import Mesh
@@ -27,7 +27,7 @@ def run_serve(plan: Plan, mesh: Mesh) -> None:
         return
     engine = Engine(model, mesh, plan)
     console.out.print(
-        f"serving {Path(plan.model).name} on http://{plan.serve.host}:{plan.serve.port}/v1 "
+        f"serving {name_of(plan.model)} on http://{plan.serve.host}:{plan.serve.port}/v1 "
         f"({plan.layout}), context {context} tokens"
     )
     engine.start()

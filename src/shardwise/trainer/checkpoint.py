@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 from shardwise.config import PLAN_FILE, Plan
 from shardwise.errors import UserError
-from shardwise.models.adapters import base_of, write_adapters
-from shardwise.models.read import read_facts
+from shardwise.models.adapters import write_adapters
+from shardwise.models.read import base_of, read_facts
 from shardwise.parallel._torch import HuggingFaceStorageWriter
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.sharded import ShardedModel

@@ -14,15 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, logging
 
 from shardwise.config import Config, Lora, Plan, parse, read_yaml
-from shardwise.models.adapters import (
-    ADAPTER_FILE,
-    LORA_A,
-    LORA_B,
-    base_of,
-    parameter_name,
-    read_adapters,
-)
-from shardwise.models.read import facts_of_plan
+from shardwise.models.adapters import ADAPTER_FILE, LORA_A, LORA_B, parameter_name, read_adapters
+from shardwise.models.read import base_of, facts_of_plan
 from shardwise.parallel.collectives import gather_last_dim
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import Mesh

@@ -10,9 +10,9 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import Plan
-from shardwise.models.adapters import LORA_A, LORA_B, base_of
+from shardwise.models.adapters import LORA_A, LORA_B
 from shardwise.models.build import build_on_meta, materialise
-from shardwise.models.read import facts_of_plan, read_facts
+from shardwise.models.read import base_of, facts_of_plan, read_facts
 from shardwise.parallel._torch import is_strided_shard
 from shardwise.parallel.adapters import initial
 from shardwise.parallel.apply import parallelize

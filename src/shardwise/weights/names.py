@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.models.adapters import base_of, parameter_name
+from shardwise.models.adapters import parameter_name
 from shardwise.models.facts import HEAD, ModelFacts
 from shardwise.models.layers import DOWN, GATE_UP
+from shardwise.models.read import base_of
 from shardwise.weights.index import Piece, WeightIndex, open_index
 
 

@@ -19,13 +19,12 @@ from shardwise.models.adapters import (
     ADAPTER_FILE,
     LORA_A,
     LORA_B,
-    base_of,
-    directory_with,
     file_name,
     write_adapters,
 )
 from shardwise.models.facts import ModelFacts
-from shardwise.models.read import CONFIG_FILE, TOKENIZER_FILE
+from shardwise.models.hub import CONFIG_FILE, TOKENIZER_FILE
+from shardwise.models.read import base_of, directory_with
 from shardwise.parallel.data import DTYPES as COMPUTE_DTYPES
 from shardwise.weights.index import INDEX_FILE, SINGLE_FILE, WeightIndex
 from shardwise.weights.load import read_into
