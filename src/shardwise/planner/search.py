@@ -212,7 +212,7 @@ def _adapters(plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     """Adapters in place of the whole model: another method, which learns less."""
     facts = replace(facts, adapters=complete(Lora(), facts))
     share = 100 * facts.num_trained_parameters / facts.num_parameters
-    name = f"+ task=lora (trains {share:.1f}% of the parameters: adapters, not the model)"
+    name = f"+ task=lora (trains {share:.2g}% of the parameters: adapters, not the model)"
     return _option(name, _lora(plan), facts, Clock.of(facts, clock.speeds or clock.why_none))
 
 
