@@ -134,6 +134,9 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Show so many of the best layouts.")] = 1,
     set_: SetOption = None,
     out: Annotated[Path | None, typer.Option(help="Write the chosen plan here.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the answer here, as one page for a browser.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Does it fit one device? What would make it fit? Which layout, how fast, and at what price.
@@ -184,12 +187,20 @@ def plan(
         typer.echo(json.dumps(to_json(answer, top=top), indent=2))
     else:
         console.out.print(render(answer, top=top))
+    written = []
+    if html is not None:
+        from shardwise.planner.page import page
+
+        _write(html, page(answer))
+        written.append(html)
+    if out is not None and answer.chosen is not None:
+        _write(out, answer.chosen.plan.to_yaml())
+        written.append(out)
+    if not as_json:
+        for file in written:
+            console.out.print(f"written: {file}")
     if answer.chosen is None:
         raise typer.Exit(1)
-    if out is not None:
-        _write(out, answer.chosen.plan.to_yaml())
-        if not as_json:
-            console.out.print(f"written: {out}")
 
 
 @app.command(

@@ -17,13 +17,15 @@ _MEMORY_SHARE = 0.87
 """of the nominal memory bandwidth: published decode times fit 0.81 to 0.92"""
 _ATTENTION_SHARE = 0.32
 """where the device has none of its own: FlashAttention-2 on an H100, arXiv 2307.08691, figure 7"""
+_LONG = 8192
+"""rows, and size of the weight, of a product that takes a millisecond and more"""
 _HOST_S = 1e-5
 """to start an operation of a model's code: torch's dispatch and autograd take 5 us and more, Python
 around them as much again"""
 SET_NETWORK = "set devices.network_gbit (Gb/s of a node)"
 STEP_ERROR = (
-    "half of the published runs of other software are within 8% and nine of ten within 28%; with "
-    "experts 22% and 78%"
+    "half of the published runs of other software are within 9% and nine of ten within 29%; with "
+    "experts 20% and 76%"
 )
 
 
@@ -63,11 +65,18 @@ class Accelerator:
 
     @cached_property
     def _curves(self) -> tuple[tuple[int, tuple[tuple[int, float], ...]], ...]:
-        """Size of the weight -> share of the peak by rows."""
+        """Size of the weight -> share of the peak by rows, at most that of a hot device."""
         sizes = sorted({n for _, n, _ in self.matmuls})
         return tuple(
-            (size, tuple((m, share) for m, n, share in self.matmuls if n == size)) for size in sizes
+            (size, tuple((m, min(share, self._hot)) for m, n, share in self.matmuls if n == size))
+            for size in sizes
         )
+
+    @cached_property
+    def _hot(self) -> float:
+        """What products reach that run long enough to make a device hot: training always does."""
+        long = [share for m, n, share in self.matmuls if min(m, n) >= _LONG]
+        return min(long, default=1.0)
 
     @cached_property
     def _sustained(self) -> float:
@@ -79,7 +88,7 @@ class Accelerator:
         """
         if self.device.sustained_tflops is None or self.device.bf16_tflops is None:
             return 1.0
-        best = max(share for _, _, share in self.matmuls)
+        best = min(self._hot, max(share for _, _, share in self.matmuls))
         return min(1.0, self.device.sustained_tflops / self.device.bf16_tflops / best)
 
     @cached_property

@@ -84,6 +84,8 @@ class Answer:
     chosen: Option | None
     single: Option
     """the task on one device, as asked for"""
+    given: Option | None = None
+    """the layout that was given, where none was searched for"""
     levers: list[Option] = field(default_factory=list)
     """one device again, with cheaper settings"""
     rejected: list[tuple[str, str]] = field(default_factory=list)
@@ -92,6 +94,8 @@ class Answer:
     """all that fit, the chosen one first"""
     peak_flops: float | None = None
     """of one device in bf16"""
+    node: int | None = None
+    """devices of a node; None: they are all in one"""
     cost: Cost | None = None
     """of the chosen option"""
     notes: tuple[str, ...] = ()

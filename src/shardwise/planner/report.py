@@ -21,8 +21,8 @@ from shardwise.planner.traffic import traffic
 _REJECTED_PER_REASON = 3
 _REJECTED = 10
 _NUMBERS = re.compile(r"[\d.,]+")
-_TASKS = {"full": "full fine-tuning", "lora": "fine-tuning of adapters", "serve": "serving"}
-_PARTS = {
+TASKS = {"full": "full fine-tuning", "lora": "fine-tuning of adapters", "serve": "serving"}
+PARTS = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer moments",
@@ -53,6 +53,10 @@ def verdict_text(answer: Answer) -> str:
     elif answer.levers:
         best = min(answer.levers, key=lambda lever: lever.memory.total)
         text += f" Cheaper settings do not help enough: {gib(best.memory.total)} at the least."
+    if chosen is None and answer.given is not None:
+        given = answer.given
+        text += f" The layout that was given ({given.name}) needs {gib(given.memory.total)} on each"
+        return f"{text}: it does not fit either. Without a layout, one that fits is searched for."
     if chosen is None:
         return f"{text} No layout over the given devices fits: {suggest(answer)}"
     if chosen.plan.layout.world_size > 1:
@@ -71,7 +75,7 @@ def render(answer: Answer, *, top: int = 1) -> RenderableType:
         top: layouts to compare in a table; 1: none.
     """
     facts, asked = answer.facts, answer.single.plan
-    what = _TASKS[asked.task]
+    what = TASKS[asked.task]
     title = Text.assemble(
         (f"{what} of {asked.model.rstrip('/').rsplit('/', 1)[-1]}", "bold"),
         f"  {facts.model_type}, {count(facts.num_parameters)} parameters, "
@@ -79,7 +83,7 @@ def render(answer: Answer, *, top: int = 1) -> RenderableType:
         f", {count(facts.num_trained_parameters)} of them in adapters" if facts.adapters else "",
     )
     parts: list[RenderableType] = [title, Text(verdict_text(answer), style="bold")]
-    parts += [Text(line, style="bold") for line in _headline(answer)]
+    parts += [Text(line, style="bold") for line in headline(answer)]
     parts.append(Text())
     if asked.trains:
         note = f"weights, gradients and moments alone take {gib(state_bytes(asked, facts))}"
@@ -208,7 +212,7 @@ def _summary(option: Option, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _headline(answer: Answer) -> list[str]:
+def headline(answer: Answer) -> list[str]:
     """Speed and money in a sentence each, as far as they are known."""
     chosen, lines = answer.chosen, []
     if chosen is not None and chosen.tokens_per_s_per_device is not None:
@@ -263,7 +267,7 @@ def _memory_table(answer: Answer) -> RenderableType:
     both = chosen is not None and chosen is not single
     if both:
         table.add_column("chosen", justify="right")
-    for part, name in _PARTS.items():
+    for part, name in PARTS.items():
         values = [getattr(single.memory, part)]
         values += [getattr(chosen.memory, part)] if both and chosen else []
         if any(values):
@@ -342,5 +346,5 @@ def _gib(num_bytes: float) -> float:
 
 
 def _gib_parts(memory: Memory) -> dict[str, float]:
-    parts = {part: _gib(getattr(memory, part)) for part in _PARTS}
+    parts = {part: _gib(getattr(memory, part)) for part in PARTS}
     return {**parts, "total": _gib(memory.total)}

@@ -59,6 +59,7 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
     plan = _train(plan, seq_len=checked.train.seq_len)
     clock = Clock.of(facts, speeds)
     peak = None if clock.speeds is None else clock.speeds.peak_flops
+    node = None if clock.speeds is None else clock.speeds.node
     single = _option("one device, as asked", _with(plan, Layout()), facts, clock)
     if single.fits and not fixed and _count(plan) == 1:
         return Answer(
@@ -68,6 +69,7 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
             single=single,
             ranked=[single],
             peak_flops=peak,
+            node=node,
         )
     levers = [] if single.fits else _levers(plan, facts, clock)
     options, illegal = _sharded(plan, facts, clock, fixed=fixed)
@@ -88,10 +90,12 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
         verdict=_verdict(single, same_task, chosen),
         chosen=_with_stages(chosen, facts) if chosen else None,
         single=single,
+        given=options[0] if fixed and options else None,
         levers=levers,
         rejected=rejected,
         ranked=fitting,
         peak_flops=peak,
+        node=node,
     )
 
 
