@@ -18,6 +18,7 @@ from shardwise.planner.answer import Answer
 from shardwise.planner.cost import Job, Rate, cost_of
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.machine import Machine
+from shardwise.planner.rent import Limits, Rentals, find_rentals
 from shardwise.planner.search import search
 from shardwise.planner.speeds import Speeds
 from shardwise.weights.index import verify
@@ -95,6 +96,51 @@ def plan(
     if cost is None and job != Job():
         notes += ("hours and money are not told: they need a step time",)
     return replace(answer, notes=notes, cost=cost)
+
+
+def find_gpus(
+    model: str | Path,
+    *,
+    job: Job,
+    limits: Limits | None = None,
+    task: Task = "full",
+    overrides: Sequence[str] = (),
+    catalog_file: Path | None = None,
+) -> Rentals:
+    """Which rented machines of the catalogue do a training job, cheapest first. Uses no torch.
+
+    Args:
+        job: how much is to be trained; prices are the catalogue's.
+        limits: hours, USD and region; None: any.
+
+    Raises:
+        UserError: as `plan`; the job does not say how much, or no price is of the region.
+    """
+    if task == "serve" or (job.tokens is None and job.rows is None):
+        raise UserError("--find-gpus needs to know how much is trained: --tokens or --rows.")
+    answers: dict[tuple[object, ...], Answer] = {}
+
+    def answer_of(price: Price, count: int) -> Answer:
+        name = f"{price.provider}:{price.instance}@{price.region}"
+        known = count == 1 or price.network_gbit is not None
+        key = (price.device, price.count, price.network_gbit, count, None if known else name)
+        name += "/spot" if price.kind == "spot" else ""
+        if key not in answers:
+            answers[key] = plan(
+                model,
+                task=task,
+                instance=name,
+                num_instances=count,
+                overrides=overrides,
+                job=job,
+                catalog_file=catalog_file,
+            )
+        answer = answers[key]
+        chosen, priced = answer.chosen, replace(job, rate=job.rate or Rate.of(price))
+        cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, priced)
+        return replace(answer, cost=cost)
+
+    return find_rentals(load_catalog(catalog_file).prices, answer_of, limits or Limits())
 
 
 def _price(catalog: Catalog, instance: str, count: int, gpus: str | None) -> Price:

@@ -134,6 +134,19 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Show so many of the best layouts.")] = 1,
     set_: SetOption = None,
     out: Annotated[Path | None, typer.Option(help="Write the chosen plan here.")] = None,
+    find_gpus: Annotated[
+        bool,
+        typer.Option("--find-gpus", help="Find the cheapest rented machines that do the job."),
+    ] = False,
+    within: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="With --find-gpus: at most so long.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(metavar="USD", help="With --find-gpus: at most so much.")
+    ] = None,
+    region: Annotated[
+        str | None, typer.Option(help="With --find-gpus: a part of a region's name.")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write the answer here, as one page for a browser.")
     ] = None,
@@ -144,9 +157,17 @@ def plan(
     Ends with exit code 1 if no layout over the given devices fits. Needs no GPU and no torch.
     """
     from shardwise import console
+    from shardwise.api import find_gpus as make_rentals
     from shardwise.api import plan as make_plan
     from shardwise.planner.cost import Job, Rate, read_tokens
     from shardwise.planner.machine import load_machine
+    from shardwise.planner.rent import (
+        Limits,
+        check_alone,
+        nothing_found,
+        render_rentals,
+        rentals_json,
+    )
     from shardwise.planner.report import render, to_json
 
     if tokens is not None and rows is not None:
@@ -170,22 +191,47 @@ def plan(
         "serve.context": context,
     }
     given = [f"{key}={value}" for key, value in shortcuts.items() if value is not None]
-    answer = make_plan(
-        model,
-        task=task,  # type: ignore[arg-type]  # checked with the rest of the plan
-        gpus=gpus,
-        instance=instance,
-        num_instances=1 if count is None else count,
-        memory_gib=memory,
-        layout=None if layout is None else _layout(layout),
-        machine=load_machine(cluster) if cluster else None,
-        overrides=[*given, *(set_ or [])],
-        job=job,
-        catalog_file=catalog_file,
+    rentals = None
+    if find_gpus:
+        check_alone(gpus=gpus, instance=instance, cluster=cluster, layout=layout, price=price)
+        check_alone(memory=memory, count=count)
+        rentals = make_rentals(
+            model,
+            job=job,
+            limits=Limits(hours=within, usd=budget, region=region),
+            task=task,  # type: ignore[arg-type]
+            overrides=[*given, *(set_ or [])],
+            catalog_file=catalog_file,
+        )
+        if not rentals.found:
+            raise UserError(nothing_found(rentals))
+    elif (within, budget, region) != (None, None, None):
+        raise UserError("--within, --budget and --region are of --find-gpus; give that too.")
+    answer = (
+        rentals.found[0].answer
+        if rentals
+        else make_plan(
+            model,
+            task=task,  # type: ignore[arg-type]  # checked with the rest of the plan
+            gpus=gpus,
+            instance=instance,
+            num_instances=1 if count is None else count,
+            memory_gib=memory,
+            layout=None if layout is None else _layout(layout),
+            machine=load_machine(cluster) if cluster else None,
+            overrides=[*given, *(set_ or [])],
+            job=job,
+            catalog_file=catalog_file,
+        )
     )
     if as_json:
-        typer.echo(json.dumps(to_json(answer, top=top), indent=2))
+        data = to_json(answer, top=top)
+        if rentals is not None:
+            data["rentals"] = rentals_json(rentals)
+        typer.echo(json.dumps(data, indent=2))
     else:
+        if rentals is not None:
+            console.out.print(render_rentals(rentals, top=max(top, 5)))
         console.out.print(render(answer, top=top))
     written = []
     if html is not None:

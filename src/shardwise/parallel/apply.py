@@ -28,7 +28,7 @@ def parallelize(
     plan: Plan,
     facts: ModelFacts,
     mesh: Mesh,
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.float32,
 ) -> ShardedModel:
     """Shard a transformers model that lies on the meta device.
 
