@@ -15,14 +15,11 @@ import typer
 from typer.exceptions import TyperException
 
 from shardwise import __version__
+from shardwise.cli_catalog import JsonOption, catalog, example
 from shardwise.errors import ShardwiseError, UserError
 
 if TYPE_CHECKING:
     from shardwise.config import Layout
-
-
-def _example(*lines: str) -> str:
-    return "\n\n".join(["[bold]Example[/bold]", *(f"  $ {line}" for line in lines)])
 
 
 app = typer.Typer(
@@ -31,13 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=_example(
+    epilog=example(
         "shardwise plan ./my-model --gpus cpu:2 --out plan.yaml",
         "shardwise train plan.yaml --data rows.jsonl --out run",
     ),
-)
-catalog = typer.Typer(
-    help="The facts that planning rests on.", epilog=_example("shardwise catalog devices")
 )
 app.add_typer(catalog, name="catalog")
 
@@ -49,7 +43,6 @@ LayoutOption = Annotated[
     str | None,
     typer.Option("--layout", metavar="AXES", help="Use this layout, like fsdp=2,tp=3."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
 def _print_version(value: bool) -> None:
@@ -74,7 +67,7 @@ def shardwise(
 
 
 @app.command(
-    epilog=_example(
+    epilog=example(
         "shardwise plan ./SmolLM2-135M-Instruct --gpus cpu:2 --memory 2 --seq-len 160 "
         "--out plan.yaml",
         "shardwise plan llama-3.1-8b --gpus 2x8xH100-80GB --seq-len 8192 --global-batch 64",
@@ -250,7 +243,7 @@ def plan(
 
 
 @app.command(
-    epilog=_example("shardwise train plan.yaml --data rows.jsonl --eval-data eval.jsonl --out run")
+    epilog=example("shardwise train plan.yaml --data rows.jsonl --eval-data eval.jsonl --out run")
 )
 def train(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
@@ -276,7 +269,7 @@ def train(
     start_train(plan_, data=data, eval_data=eval_data, run_dir=out, resume=resume)
 
 
-@app.command(epilog=_example("shardwise export run --out my-model --dtype bf16 --check"))
+@app.command(epilog=example("shardwise export run --out my-model --dtype bf16 --check"))
 def export(
     source: Annotated[
         Path, typer.Argument(help="A run, one of its checkpoints, or a model directory.")
@@ -305,7 +298,7 @@ def export(
 
 
 @app.command(
-    epilog=_example(
+    epilog=example(
         "shardwise serve my-model --layout tp=3",
         "curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' "
         '-d \'{"model": "my-model", "messages": [{"role": "user", "content": "Hello"}]}\'',
@@ -342,7 +335,7 @@ def serve(
     start_serve(plan_)
 
 
-@app.command(epilog=_example("shardwise probe --processes 2 --out cluster.yaml"))
+@app.command(epilog=example("shardwise probe --processes 2 --out cluster.yaml"))
 def probe(
     processes: Annotated[int, typer.Option(min=1, help="Processes that work at once.")] = 1,
     kind: Annotated[str, typer.Option(help="cpu, or an accelerator's catalogue name.")] = "cpu",
@@ -371,7 +364,7 @@ def probe(
         console.out.print(f"written: {out}")
 
 
-@app.command(epilog=_example("shardwise report run"))
+@app.command(epilog=example("shardwise report run"))
 def report(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
     as_json: JsonOption = False,
@@ -385,83 +378,6 @@ def report(
         typer.echo(json.dumps([row.model_dump() for row in rows], indent=2))
     else:
         console.out.print(render(rows))
-
-
-@catalog.command("schema", epilog=_example("shardwise catalog schema > plan.schema.json"))
-def schema() -> None:
-    """Print the JSON schema of plan.yaml."""
-    from shardwise.config import plan_schema
-
-    typer.echo(json.dumps(plan_schema(), indent=2))
-
-
-@catalog.command("devices", epilog=_example("shardwise catalog devices"))
-def devices(as_json: JsonOption = False) -> None:
-    """List the accelerators that a plan can name."""
-    from shardwise.catalog import load_devices
-
-    if as_json:
-        rows = [device.model_dump() for device in load_devices().values()]
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    for device in load_devices().values():
-        rate = "?" if device.bf16_tflops is None else f"{device.bf16_tflops:.0f}"
-        typer.echo(
-            f"{device.name:<12} {device.usable_gib:7.2f} GiB {rate:>5} bf16 TFLOP/s  "
-            f"{device.source} ({device.date})"
-        )
-
-
-@catalog.command("prices", epilog=_example("shardwise catalog prices"))
-def prices(as_json: JsonOption = False) -> None:
-    """List the instances that a plan can name, with price, date and source."""
-    from shardwise.catalog import load_catalog
-
-    rows = load_catalog().prices
-    if as_json:
-        typer.echo(json.dumps([row.model_dump() for row in rows], indent=2))
-        return
-    for row in rows:
-        name = f"{row.provider}:{row.instance}@{row.region}"
-        typer.echo(
-            f"{name:<42} {row.count}x{row.device:<11} {row.usd_per_hour:7.2f} USD an hour, "
-            f"{row.kind}; {row.date}; {row.source}"
-        )
-
-
-@catalog.command("models", epilog=_example("shardwise catalog models"))
-def models(as_json: JsonOption = False) -> None:
-    """List the models that a plan can name: parameters, those that work on a token, context."""
-    from shardwise.console import count
-    from shardwise.planner.capabilities import known_models
-
-    rows = known_models()
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    typer.echo(
-        f"{'name':<30} {'hub':<45} {'family':<17} {'params':>8} {'active':>7} {'context':>9}"
-    )
-    for row in rows:
-        active = count(row["active"]) if row["active"] else "-"
-        typer.echo(
-            f"{row['name']:<30} {row['hub'][0]:<45} {row['family']:<17} "
-            f"{count(row['parameters']):>8} {active:>7} {row['context']:>9}  "
-            f"{'runs' if row['runs'] else 'planned only'}"
-        )
-
-
-@catalog.command("families", epilog=_example("shardwise catalog families"))
-def families(as_json: JsonOption = False) -> None:
-    """List the model families and the kinds of parallelism that are proved for each."""
-    from shardwise.models.families import FAMILIES
-    from shardwise.planner.capabilities import table
-
-    if as_json:
-        proved = {row.model_type: row.proved for row in FAMILIES.values()}
-        typer.echo(json.dumps(proved, indent=2))
-        return
-    typer.echo(table())
 
 
 def _layout(text: str) -> Layout:

@@ -22,7 +22,7 @@ ORDER = [  # each may import what stands before it
     ("trainer", "server"),
     ("launch",),
     ("api",),
-    ("cli",),
+    ("cli_catalog", "cli"),
 ]
 
 
