@@ -225,7 +225,7 @@ def test_a_plan_of_each_model(name: str) -> None:
 
 def test_the_list_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     """One line a model, or one object."""
-    from shardwise.cli import models
+    from shardwise.cli_catalog import models
 
     models(as_json=False)
     lines = capsys.readouterr().out.splitlines()
