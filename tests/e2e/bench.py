@@ -21,7 +21,10 @@ def fast_first(cases: Sequence[Any], number: int = 1) -> list[Any]:
     """The cases as parameters, of which all but the first few are slow."""
     return [
         *cases[:number],
-        *(pytest.param(case, marks=pytest.mark.slow) for case in cases[number:]),
+        *(
+            pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+            for case in cases[number:]
+        ),
     ]
 
 

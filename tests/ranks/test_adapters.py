@@ -16,6 +16,7 @@ from shardwise.models.read import read_facts
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 from shardwise.weights.save import export_adapters, export_model
+from tests.e2e.bench import fast_first
 from tests.models import save_adapters, save_model
 from tests.oracle import LOSS_RTOL, AdamW, assert_close, run_oracle
 from tests.ranks.steps import RAGGED, _micro_batches, random_rows, run_steps
@@ -28,7 +29,7 @@ LORA = {"rank": 4, "targets": ["q_proj", "o_proj", "up_proj", "down_proj"]}
 
 @pytest.mark.parametrize(
     "layout",
-    [{"fsdp": 2}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}],
+    fast_first([{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"fsdp": 2}, {"pp": 2}], 2),
     ids=str,
 )
 def test_fresh_adapters_are_the_same_on_every_layout(tmp_path: Path, layout: Any) -> None:
@@ -85,7 +86,9 @@ def hold_on_rank(rank: int, model_dir: str, layout: dict[str, Any]) -> Any:
     return {name: str(tensor.dtype) for name, tensor in before.items()}, changed, held
 
 
-@pytest.mark.parametrize("layout", [{"fsdp": 2, "tp": 2}, {"dp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", fast_first([{"pp": 2}, {"dp": 2}, {"fsdp": 2, "tp": 2}], 2), ids=str
+)
 def test_the_model_rests_in_the_compute_dtype_and_stays_as_it_is(
     tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -102,7 +105,15 @@ def test_the_model_rests_in_the_compute_dtype_and_stays_as_it_is(
 
 @pytest.mark.parametrize(
     ("name", "written", "read"),
-    [("LL", "tp2", "tp2"), ("LL", "both", "pp2"), ("LL", "pp2", "tp4"), ("PHI", "tp2", "fsdp2")],
+    fast_first(
+        [
+            ("LL", "tp2", "tp2"),
+            ("PHI", "tp2", "fsdp2"),
+            ("LL", "both", "pp2"),
+            ("LL", "pp2", "tp4"),
+        ],
+        2,
+    ),
 )
 def test_resume_on_the_same_or_another_layout(
     tmp_path: Path, name: str, written: str, read: str
@@ -117,7 +128,17 @@ def test_resume_on_the_same_or_another_layout(
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("LL", "fsdp2"), ("LL", "tp2"), ("Q3", "pp2"), ("PHI", "tp2"), ("OSS", "ep2"), ("DS", "ep2")],
+    fast_first(
+        [
+            ("LL", "fsdp2"),
+            ("PHI", "tp2"),
+            ("LL", "tp2"),
+            ("Q3", "pp2"),
+            ("OSS", "ep2"),
+            ("DS", "ep2"),
+        ],
+        2,
+    ),
 )
 def test_what_was_trained_is_what_peft_loads(tmp_path: Path, name: str, layout: str) -> None:
     """Whole, with the same logits, without the model's own weights (bug bank 31); and the merged

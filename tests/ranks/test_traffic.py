@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import Layout
+from tests.e2e.bench import fast_first
 from tests.models import save_model
 from tests.ranks.steps import _micro_batches, random_rows
 from tests.run_ranks import run_ranks
@@ -218,20 +219,23 @@ def test_ledger_of_other_families(
 
 @pytest.mark.parametrize(
     ("name", "layout", "settings"),
-    [
-        ("LL", {"fsdp": 2}, {"checkpointing": "full"}),
-        ("LL", {"fsdp": 2, "zero": 1}, {"compute": "bf16"}),
-        ("Q3", {"dp": 2}, {}),
-        ("Q3", {"dp": 2, "fsdp": 2}, {}),
-        ("LL", {"tp": 2}, {}),
-        ("LL", {"tp": 4, "sequence_parallel": True}, {"checkpointing": "full"}),
-        ("Q3", {"fsdp": 2, "tp": 2, "sequence_parallel": True}, {}),
-        ("Q3", {"pp": 2, "tp": 2}, {}),
-        ("Q3", {"pp": 2, "fsdp": 2, "zero": 1}, {}),
-        ("Q3", {"cp": 2}, {}),
-        ("PHI", {"tp": 2}, {}),
-        ("DS", {"tp": 2, "sequence_parallel": True, "ep": 2}, {}),
-    ],
+    fast_first(
+        [
+            ("LL", {"fsdp": 2}, {"checkpointing": "full"}),
+            ("Q3", {"dp": 2}, {}),
+            ("PHI", {"tp": 2}, {}),
+            ("Q3", {"pp": 2, "fsdp": 2, "zero": 1}, {}),
+            ("LL", {"fsdp": 2, "zero": 1}, {"compute": "bf16"}),
+            ("Q3", {"dp": 2, "fsdp": 2}, {}),
+            ("LL", {"tp": 2}, {}),
+            ("LL", {"tp": 4, "sequence_parallel": True}, {"checkpointing": "full"}),
+            ("Q3", {"fsdp": 2, "tp": 2, "sequence_parallel": True}, {}),
+            ("Q3", {"pp": 2, "tp": 2}, {}),
+            ("Q3", {"cp": 2}, {}),
+            ("DS", {"tp": 2, "sequence_parallel": True, "ep": 2}, {}),
+        ],
+        4,
+    ),
     ids=str,
 )
 def test_ledger_of_adapters(
