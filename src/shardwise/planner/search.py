@@ -20,6 +20,8 @@ from shardwise.planner.traffic import traffic
 _LEAST_CONTEXT = 2048
 """tokens of a sequence that a rank keeps where context parallelism is proposed; fewer on request
 only: gathering keys and values would be most of the work"""
+_SCHEDULED = 12
+"""of the best options, whose pipelines are tried with another schedule"""
 _HOPELESS = 1.2
 """times the memory that there is: nothing that keeps more than the least needs a sixth less"""
 
@@ -81,6 +83,8 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
     same_task = [lever for lever in one_device if lever.plan.task == plan.task]
     if not fitting and not fixed:  # the task as asked, sharded, before cheaper settings on one
         fitting = one_device[:1]
+    if not fixed and "pipeline_schedule" not in plan.train.model_fields_set:
+        fitting += _interleaved(ranked_options(fitting)[:_SCHEDULED], facts, clock)
     fitting = ranked_options(fitting)
     chosen = fitting[0] if fitting else None
     rejected = [(o.name, why_slower(o, chosen)) for o in fitting[1:] if chosen is not None]
@@ -97,6 +101,19 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
         peak_flops=peak,
         node=node,
     )
+
+
+def _interleaved(options: list[Option], facts: ModelFacts, clock: Clock) -> list[Option]:
+    """The pipelines among some options with two stages a rank, where that runs and fits: half of
+    the idle time for twice the messages. Schedules that split the backward pass are left to those
+    who ask for them: what they idle less, torch's two passes cost in an amount not known here."""
+    found = []
+    for option in options:
+        plan = _train(option.plan, pipeline_schedule="interleaved")
+        if plan.layout.pp > 1 and why_not_scheduled(plan, facts) is None:
+            other = _option(_name(plan), plan, facts, clock)
+            found += [other] if other.fits else []
+    return found
 
 
 def _with_stages(option: Option, facts: ModelFacts) -> Option:
@@ -255,7 +272,9 @@ def _name(plan: Plan) -> str:
     train = plan.train
     mode = train.checkpointing
     recompute = "" if mode == "none" else f", checkpointing={mode}"
-    return f"{plan.layout}, micro_batch={train.micro_batch}{recompute}"
+    usual = train.pipeline_schedule == DEFAULT_SCHEDULE
+    schedule = "" if usual else f", {train.pipeline_schedule}"
+    return f"{plan.layout}, micro_batch={train.micro_batch}{recompute}{schedule}"
 
 
 def _count(plan: Plan) -> int:
