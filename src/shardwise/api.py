@@ -87,7 +87,9 @@ def plan(
     unknown = price is not None and num_instances > 1 and asked.devices.network_gbit is None
     if machine is None and unknown:  # what the catalogue has is of another machine
         speeds = f"the network of {instance} is not known: {SET_NETWORK}"
-    answer = search(asked, facts, speeds, fixed=fixed)
+    known = catalog.devices.get(asked.devices.kind)
+    node = None if known is None else asked.devices.node(known.per_node)
+    answer = search(asked, facts, speeds, fixed=fixed, node=node)
     chosen = answer.chosen
     cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
     notes = found.notes

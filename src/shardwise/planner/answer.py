@@ -31,6 +31,10 @@ class Option:
     """None: no speeds are known, or it does not fit"""
     traffic_bytes: int
     """that a rank moves in a step; 0 where it does not fit"""
+    waiting_bytes: int
+    """of these, what an accelerator waits for: not of shards and replicas, which can be hidden"""
+    crosses_nodes: bool
+    """whether ranks that wait for each other in every layer sit in several nodes"""
     slowdown: float
     """how much longer a pipeline takes than its ranks' share of the work; 1 without one"""
     capacity: float

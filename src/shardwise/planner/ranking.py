@@ -14,14 +14,17 @@ _EVEN = 0.03
 
 
 def by_cost(option: Option) -> tuple[float, ...]:
-    """Fastest first; unmeasured, recomputation costs most, then traffic, then small passes."""
+    """Fastest first; unmeasured, recomputation costs most, then ranks that wait for each other over
+    several nodes, then traffic, that which can be hidden last, then small passes."""
     train, layout = option.plan.train, option.plan.layout
     recompute = float(MODES.index(train.checkpointing))
     # without a measurement, more devices are taken to be worth more than their traffic
     unmeasured = (
         recompute,
         -layout.world_size,
+        option.crosses_nodes,
         round(option.slowdown, 2),
+        option.waiting_bytes,
         option.traffic_bytes,
         -train.micro_batch,
         layout.tp,
@@ -51,10 +54,17 @@ def why_slower(option: Option, chosen: Option) -> str:
         return _why_longer(option, option.step, chosen.step)
     if option.plan.layout.world_size < chosen.plan.layout.world_size:
         return f"leaves {option.num_devices - option.plan.layout.world_size} device(s) idle"
+    if option.crosses_nodes and not chosen.crosses_nodes:
+        return "has ranks that wait for each other in every layer in several nodes"
     if option.slowdown > chosen.slowdown + 0.005:
         return f"its pipeline takes {option.slowdown:.2f} times its share of the work"
     if option.plan.train.checkpointing != chosen.plan.train.checkpointing:
         return f"fits only with train.checkpointing={option.plan.train.checkpointing}"
+    if option.waiting_bytes > chosen.waiting_bytes:
+        return (
+            f"waits for {option.waiting_bytes / GIB:.2f} GiB a step that cannot be hidden, "
+            f"the chosen one for {chosen.waiting_bytes / GIB:.2f} GiB"
+        )
     return (
         f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
         f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"

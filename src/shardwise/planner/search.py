@@ -11,11 +11,12 @@ from shardwise.models.families import LORA
 from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, Verdict
 from shardwise.planner.layout import check_plan, legal_layouts, why_illegal, why_too_few_rows
 from shardwise.planner.memory import predict_memory, stage_bytes
+from shardwise.planner.network import place
 from shardwise.planner.ranking import MODES, by_cost, ranked_options, why_slower
 from shardwise.planner.speeds import Speeds
 from shardwise.planner.stages import DEFAULT_SCHEDULE, slowdown, why_not_scheduled
-from shardwise.planner.timing import StepTimer
-from shardwise.planner.traffic import traffic
+from shardwise.planner.timing import SHARD_AXES, StepTimer
+from shardwise.planner.traffic import Collective, traffic
 
 _LEAST_CONTEXT = 2048
 """tokens of a sequence that a rank keeps where context parallelism is proposed; fewer on request
@@ -32,13 +33,15 @@ class Clock:
 
     timer: StepTimer | None = None
     why_none: str | None = None
+    node: int | None = None
+    """devices of a node; None: they are all in one"""
 
     @classmethod
-    def of(cls, facts: ModelFacts, speeds: Speeds | str | None) -> Clock:
+    def of(cls, facts: ModelFacts, speeds: Speeds | str | None, node: int | None) -> Clock:
         """For a model on a machine."""
         if speeds is None or isinstance(speeds, str):
-            return cls(why_none=speeds)
-        return cls(timer=StepTimer(facts, speeds))
+            return cls(why_none=speeds, node=node)
+        return cls(timer=StepTimer(facts, speeds), node=speeds.node or node)
 
     @property
     def speeds(self) -> Speeds | None:
@@ -46,22 +49,29 @@ class Clock:
         return None if self.timer is None else self.timer.speeds
 
 
-def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed: bool) -> Answer:
+def search(
+    plan: Plan,
+    facts: ModelFacts,
+    speeds: Speeds | str | None,
+    *,
+    fixed: bool,
+    node: int | None = None,
+) -> Answer:
     """Find the best way to run a plan's task on its devices.
 
     Args:
         plan: the task, settings and devices; its layout counts only if `fixed`.
         speeds: of the devices; a text: the reason why they are not known.
         fixed: keep the layout and the micro-batch as they are and only judge them.
+        node: devices of a node, where speeds do not tell; None: they are all in one.
 
     Raises:
         UserError: the settings are not legal for the model, whatever the layout.
     """
     checked = check_plan(plan if fixed else _with(plan, Layout()), facts)
     plan = _train(plan, seq_len=checked.train.seq_len)
-    clock = Clock.of(facts, speeds)
+    clock = Clock.of(facts, speeds, node)
     peak = None if clock.speeds is None else clock.speeds.peak_flops
-    node = None if clock.speeds is None else clock.speeds.node
     single = _option("one device, as asked", _with(plan, Layout()), facts, clock)
     if single.fits and not fixed and _count(plan) == 1:
         return Answer(
@@ -71,7 +81,7 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
             single=single,
             ranked=[single],
             peak_flops=peak,
-            node=node,
+            node=clock.node,
         )
     levers = [] if single.fits else _levers(plan, facts, clock)
     options, illegal = _sharded(plan, facts, clock, fixed=fixed)
@@ -99,7 +109,7 @@ def search(plan: Plan, facts: ModelFacts, speeds: Speeds | str | None, *, fixed:
         rejected=rejected,
         ranked=fitting,
         peak_flops=peak,
-        node=node,
+        node=clock.node,
     )
 
 
@@ -234,7 +244,9 @@ def _adapters(plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     facts = replace(facts, adapters=complete(Lora(), facts))
     share = 100 * facts.num_trained_parameters / facts.num_parameters
     name = f"+ task=lora (trains {share:.2g}% of the parameters: adapters, not the model)"
-    return _option(name, _lora(plan), facts, Clock.of(facts, clock.speeds or clock.why_none))
+    return _option(
+        name, _lora(plan), facts, Clock.of(facts, clock.speeds or clock.why_none, clock.node)
+    )
 
 
 def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
@@ -261,9 +273,22 @@ def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
         memory=memory,
         step=step,
         traffic_bytes=sum(line.bytes_per_step for line in lines),
+        waiting_bytes=_waiting_bytes(plan, lines),
+        crosses_nodes=_crosses(plan, clock.node),
         slowdown=slowdown(plan, facts) if weighed else 1.0,
         capacity=limit,
     )
+
+
+def _waiting_bytes(plan: Plan, lines: list[Collective]) -> int:
+    if plan.devices.kind == "cpu":  # where nothing is hidden
+        return 0
+    return sum(line.bytes_per_step for line in lines if line.axis not in SHARD_AXES)
+
+
+def _crosses(plan: Plan, node: int | None) -> bool:
+    axes = [axis for axis in ("tp", "cp", "ep") if getattr(plan.layout, axis) > 1]
+    return node is not None and any(place(plan.layout, axis, node).crosses for axis in axes)
 
 
 def _name(plan: Plan) -> str:

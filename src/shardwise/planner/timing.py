@@ -31,7 +31,8 @@ _UPDATE_TENSORS = 7
 """AdamW reads four tensors and writes three"""
 _LOGIT_PASSES = 6
 """maximum, power, sum and softmax are made in place"""
-_SHARD_AXES = ("fsdp", "efsdp", "dp")
+SHARD_AXES = ("fsdp", "efsdp", "dp")
+"""whose traffic can be hidden behind compute"""
 _BACKWARD_ATTENTION = {False: 2.0, True: 2.5}
 """for each forward second: fused attention, which devices that overlap run, makes five products
 where two are made forward (FlashAttention-2, arXiv 2307.08691, section 4.1)"""
@@ -141,7 +142,7 @@ class StepTimer:
         busy = _added((passes.forward, passes.backward)).times(num_micro)
         states = speeds.memory_s(self._state_bytes(plan, sizes, stages))
         lines = self._lines(plan, rank, passes)
-        within = sum(t.exposed_s for t in lines if t.line.axis not in _SHARD_AXES)
+        within = sum(t.exposed_s for t in lines if t.line.axis not in SHARD_AXES)
         return StepTime(
             compute_s=busy.compute,
             memory_s=busy.memory + states,
@@ -230,7 +231,7 @@ class StepTimer:
                 group=group,
                 link=self.speeds.link(group),
                 time_s=seconds,
-                exposed_s=seconds * shown if line.axis in _SHARD_AXES else seconds,
+                exposed_s=seconds * shown if line.axis in SHARD_AXES else seconds,
             )
             for line, group, seconds in timed
         ]
@@ -246,11 +247,11 @@ class StepTimer:
         replicas without shards. Tensor and context parallelism take time, too, that hides.
         """
         layout, num_micro = plan.layout, plan.train.num_micro_batches(plan.layout)
-        shards = [(line, s) for line, _, s in timed if line.axis in _SHARD_AXES]
+        shards = [(line, s) for line, _, s in timed if line.axis in SHARD_AXES]
         total = sum(s for _, s in shards)
         if not self.speeds.overlaps or total == 0 or layout.sums_by_itself:
             return 1.0
-        within = sum(s for line, _, s in timed if line.axis not in _SHARD_AXES) / num_micro
+        within = sum(s for line, _, s in timed if line.axis not in SHARD_AXES) / num_micro
         forward = passes.forward.total + within / 3
         backward = passes.backward.total + within * 2 / 3
         gathers = sum(s for line, s in shards if line.op == "all_gather")
