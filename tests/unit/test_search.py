@@ -432,3 +432,16 @@ def test_the_page_has_the_managers_numbers_at_its_top(llama: Path) -> None:
     assert "the best 3:" in text
     assert re.search(r"fsdp +3200 Gb/s network +[\d.]+ GiB", text)
     assert "restarts and idling: 0% of the time" in text
+
+
+def test_without_a_network_ranks_that_wait_stay_in_a_node(tmp_path: Path) -> None:
+    """Where nobody knows how fast nodes talk: tp within them, shards across (planning without
+    measurements goes by what cannot be hidden)."""
+    settings = ["train.seq_len=2048", "train.global_batch=256"]
+    answer = shardwise.plan("llama-3.1-70b", gpus="8x8xL40S", overrides=settings)
+    assert answer.chosen is not None
+    assert answer.chosen.step_s is None
+    assert answer.chosen.plan.layout.tp <= 8
+    assert not answer.chosen.crosses_nodes
+    reasons = [reason for name, reason in answer.rejected if "tp=16" in name or "tp=32" in name]
+    assert any("in several nodes" in reason for reason in reasons)

@@ -87,14 +87,17 @@ def _stages(
 
 def worst_ranks(plan: Plan, facts: ModelFacts) -> list[int]:
     """Positions on the `pp` axis among which the one with the most memory and the one with the
-    most work are: both ends, and between them the first with the most layers under way."""
+    most work are: both ends, and the first with the most layers under way, of all and of those
+    between them."""
     pp = plan.layout.pp
     layers = [0] * pp
     for stage in stages_of(plan, facts):
         layers[stage.rank] += len(stage.layers)
     under_way = max(range(pp), key=lambda rank: layers[rank] * passes_under_way(plan, rank))
     busiest = max(range(pp), key=lambda rank: layers[rank])
-    return sorted({0, under_way, busiest, pp - 1})
+    # with neighbours on both sides, from which it receives
+    inner = max(range(1, pp - 1), key=lambda r: layers[r] * passes_under_way(plan, r), default=0)
+    return sorted({0, under_way, busiest, inner, pp - 1})
 
 
 def slowdown(plan: Plan, facts: ModelFacts) -> float:
