@@ -93,10 +93,10 @@ def worst_ranks(plan: Plan, facts: ModelFacts) -> list[int]:
     layers = [0] * pp
     for stage in stages_of(plan, facts):
         layers[stage.rank] += len(stage.layers)
-    under_way = max(range(pp), key=lambda rank: layers[rank] * passes_under_way(plan, rank))
-    busiest = max(range(pp), key=lambda rank: layers[rank])
+    held = [layers[rank] * passes_under_way(plan, rank) for rank in range(pp)]
+    under_way, busiest = held.index(max(held)), layers.index(max(layers))
     # with neighbours on both sides, from which it receives
-    inner = max(range(1, pp - 1), key=lambda r: layers[r] * passes_under_way(plan, r), default=0)
+    inner = held.index(max(held[1:-1]), 1) if pp > 2 else 0
     return sorted({0, under_way, busiest, inner, pp - 1})
 
 
