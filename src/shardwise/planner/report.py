@@ -49,7 +49,8 @@ def verdict_text(answer: Answer) -> str:
     text = f"{need}, but {has}: it does not fit."
     fitting = next((lever for lever in answer.levers if lever.fits), None)
     if fitting is not None:
-        text += f" It would fit one device with {fitting.name.removeprefix('+ ')}: {gib(fitting.memory.total)}."
+        name = fitting.name.removeprefix("+ ")
+        text += f" It would fit one device with {name}: {gib(fitting.memory.total)}."
     elif answer.levers:
         best = min(answer.levers, key=lambda lever: lever.memory.total)
         text += f" Cheaper settings do not help enough: {gib(best.memory.total)} at the least."
