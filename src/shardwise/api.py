@@ -82,6 +82,8 @@ def plan(
     asked = base_plan(found.model, task, layout or Layout(), devices)
     asked = with_overrides(asked, overrides)
     facts = with_adapters_of(asked, found.facts)
+    if asked.trains and facts.adapters is not None:
+        asked = asked.model_copy(update={"lora": facts.adapters})
     fixed = layout is not None or asked.layout != Layout()  # `overrides` may set it too
     speeds = machine or _catalog_speeds(asked, catalog)
     unknown = price is not None and num_instances > 1 and asked.devices.network_gbit is None

@@ -219,7 +219,9 @@ class Train(Config):
         default=1, ge=1, description="of so many layers, one recomputes and the others keep"
     )
     compile: bool = Field(default=False, description="torch.compile each layer")
-    seed: int = Field(default=0, ge=0, description="order of the rows")
+    seed: int = Field(
+        default=0, ge=0, description="order of the rows, and first values of adapters"
+    )
     save_every: int | None = Field(
         default=None, ge=1, description="steps between checkpoints; None: only at the end"
     )

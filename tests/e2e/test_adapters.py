@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.e2e.bench import Bench
 from tests.e2e.shell import metrics, running, shardwise
 from tests.e2e.test_serve import _serve, _wait_until_healthy
+from tests.models import save_adapters
 
 SETTINGS = [
     *("--set", "train.global_batch=4"),
@@ -91,3 +95,64 @@ def test_a_run_is_not_resumed_as_another(bench: Bench) -> None:
         assert done.code == 2, done.text
         assert len(done.err.splitlines()) == 1, done.text
         assert all(word in done.err for word in words), done.text
+
+
+def test_the_model_below_a_run_may_move_but_not_change(
+    bench: Bench, odd: Path, tmp_path: Path
+) -> None:
+    """Other weights are refused on a resume, an export and when served, the same ones at another
+    place are not; nothing that was trained is lost on the way."""
+    model = tmp_path / "LL"
+    shutil.copytree(bench.model, model)
+    bench.plan |= {"task": "lora", "model": str(model)}
+    assert bench.train().code == 0
+    checkpoint = bench.out / "checkpoints" / "step-000001"
+    trained = sorted(file.read_bytes() for file in (checkpoint / "model").glob("*.safetensors"))
+    more = ("--resume", "--set", "train.max_steps=2")
+    done = bench.train(*more, "--set", f"model={odd}")
+    assert done.code == 2, done.text
+    assert "were trained on" in done.err
+    moved = model.rename(tmp_path / "moved")
+    done = bench.run("export", bench.out, "--out", "x")
+    assert done.code == 2
+    assert "is not there" in done.err
+    assert bench.train("--set", f"model={moved}").code == 2  # not over what there is
+    kept = sorted(file.read_bytes() for file in (checkpoint / "model").glob("*.safetensors"))
+    assert kept == trained
+    assert bench.train(*more, "--set", f"model={moved}").code == 0
+    assert bench.run("export", bench.out, "--out", "adapters").code == 0
+    assert json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(moved)
+    file = moved / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-40] ^= 1
+    file.write_bytes(content)
+    done = bench.run("export", bench.out, "--out", "y", "--merge")
+    assert done.code == 2
+    assert "were trained on" in done.err
+
+
+def test_adapters_keep_their_own_chat_template(bench: Bench, tmp_path: Path) -> None:
+    """What rows were rendered with goes along: to the checkpoint, the export, the merged model."""
+    adapters = save_adapters(bench.model, tmp_path / "start")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(bench.model / name, adapters / name)
+    template = (adapters / "chat_template.jinja").read_text() + "{# own #}"
+    (adapters / "chat_template.jinja").write_text(template)
+    bench.plan |= {"task": "lora", "model": str(adapters)}
+    assert bench.train().code == 0
+    assert bench.run("export", bench.out, "--out", "alone").code == 0
+    assert bench.run("export", bench.out, "--out", "merged", "--merge").code == 0
+    for name in ("alone", "merged"):
+        assert (tmp_path / name / "chat_template.jinja").read_text() == template
+
+
+def test_a_resumed_plan_takes_the_adapters_of_its_run(bench: Bench) -> None:
+    """Also where it says nothing of them: they are what is planned and saved."""
+    bench.plan |= {"task": "lora", "lora": {"rank": 2, "targets": ["v_proj"]}}
+    assert bench.train().code == 0
+    del bench.plan["lora"]
+    assert bench.train("--resume", "--set", "train.max_steps=2").code == 0
+    saved = yaml.safe_load((bench.out / "checkpoints/step-000002/plan.yaml").read_text())
+    assert saved["lora"] == {"rank": 2, "alpha": 32.0, "targets": ["v_proj"]}

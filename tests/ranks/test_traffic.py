@@ -223,6 +223,7 @@ def test_ledger_of_other_families(
         [
             ("LL", {"fsdp": 2}, {"checkpointing": "full"}),
             ("Q3", {"dp": 2}, {}),
+            ("LL", {"fsdp": 2}, {"lora": {"rank": 1}}),
             ("PHI", {"tp": 2}, {}),
             ("Q3", {"pp": 2, "fsdp": 2, "zero": 1}, {}),
             ("LL", {"fsdp": 2, "zero": 1}, {"compute": "bf16"}),
@@ -243,7 +244,7 @@ def test_ledger_of_adapters(
 ) -> None:
     """Frozen weights are gathered; only the adapters' gradients cross ranks."""
     model = save_model(name, tmp_path / name)
-    check_ledger(model, layout, lora={"rank": 4}, **settings)
+    check_ledger(model, layout, **{"lora": {"rank": 4}, **settings})
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zbv", "dualpipev"])

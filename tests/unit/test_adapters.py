@@ -78,17 +78,26 @@ def test_full_names_are_read_as_their_last_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"use_dora": True}, "use_dora=True is not built; use_dora=False is"),
+        ({"use_dora": True}, "use_dora=True is not built"),
         ({"use_rslora": True}, "use_rslora=True"),
         ({"bias": "all"}, "bias='all' is not built; bias='none' is"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not built"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+        ({"layers_to_transform": 0}, "layers_to_transform=0"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"a_setting_of_tomorrow": 3}, "a_setting_of_tomorrow=3 is not built"),
+        ({"revision": "v2"}, "revision"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not built; LORA is"),
         ({"target_modules": ".*q_proj"}, "a list of names is expected"),
         ({"target_modules": ["lm_head"]}, "'lm_head' is no matrix of llama"),
-        ({"r": "8"}, "rank = '8'"),
-        ({"lora_alpha": -1}, "alpha = -1"),
+        ({"r": "8"}, ": r = '8'"),
+        ({"lora_alpha": -1}, ": lora_alpha = -1"),
+        ({"target_modules": []}, "a list of names is expected"),
         ({"base_model_name_or_path": "elsewhere"}, "'elsewhere', which is not there"),
         ({"base_model_name_or_path": None}, "which is not there"),
     ],
@@ -100,6 +109,44 @@ def test_what_is_more_than_plain_adapters_is_refused(
     with pytest.raises(UserError, match=words) as caught:
         read_facts(save(tmp_path, **changes))
     assert "\n" not in str(caught.value)
+
+
+def test_what_the_file_leaves_out_is_as_peft_has_it(tmp_path: Path) -> None:
+    """r and lora_alpha are 8; a base is looked for from where the command is run, too."""
+    save(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for key in ("r", "lora_alpha"):
+        del config[key]
+    file.write_text(json.dumps(config))
+    lora = read_facts(tmp_path).adapters
+    assert lora is not None
+    assert (lora.rank, lora.alpha) == (8, 8.0)
+
+
+def test_a_relative_model_is_looked_for_from_here_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, base_model_name_or_path="there/base")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "base").rename(tmp_path / "there" / "base")
+    assert read_facts(tmp_path).adapters is not None  # beside the adapters
+    (tmp_path / "there").rename(tmp_path.parent / "there")
+    monkeypatch.chdir(tmp_path.parent)
+    assert read_facts(tmp_path).adapters is not None
+
+
+def test_adapters_that_name_themselves(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="which holds adapters itself"):
+        read_facts(save(tmp_path, base_model_name_or_path="."))
+
+
+def test_only_what_the_plan_says_is_compared(tmp_path: Path) -> None:
+    """The other settings are the directory's."""
+    model = str(save(tmp_path))
+    lora = Lora(rank=8)  # says nothing of alpha
+    plan = Plan(model=model, task="lora", layout=Layout(), lora=lora)
+    assert facts_of_plan(plan).adapters == Lora(rank=8, alpha=4.0, targets=["q_proj", "up_proj"])
 
 
 def test_adapters_of_adapters(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from shardwise.errors import ShardwiseError, UserError
 from shardwise.launch.start import start_check
 from shardwise.models.adapters import ADAPTER_CONFIG
 from shardwise.models.hub import CONFIG_FILE
-from shardwise.models.read import read_facts
-from shardwise.weights.index import verify
+from shardwise.models.read import base_of, read_facts
+from shardwise.weights.index import fingerprint, verify
 from shardwise.weights.names import open_model_index
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -61,7 +61,7 @@ def start_export(
 
 def find_model(source: Path) -> tuple[Path, Plan]:
     """The model directory in a run, a checkpoint or a model directory, and a plan to load it."""
-    from shardwise.trainer.state import complete_checkpoints, why_incomplete
+    from shardwise.trainer.state import complete_checkpoints, read_state, why_incomplete
 
     if (source / ADAPTER_CONFIG).exists():
         return source, Plan(model=str(source), task="lora", layout=Layout())
@@ -78,4 +78,11 @@ def find_model(source: Path) -> tuple[Path, Plan]:
             f"no model at {str(source)!r}: expected a directory with {CONFIG_FILE}, a checkpoint, "
             "or a run with a complete one (models are not downloaded; fetch one first)."
         )
-    return checkpoints[-1] / "model", load_plan(checkpoints[-1] / PLAN_FILE)
+    model = checkpoints[-1] / "model"
+    base, then = base_of(model), read_state(checkpoints[-1]).base
+    if base is not None and then is not None and then != fingerprint(base):
+        raise UserError(
+            f"{base} does not hold the weights that the adapters in {model} were trained on; put "
+            f"the directory that does into base_model_name_or_path of {model / ADAPTER_CONFIG}."
+        )
+    return model, load_plan(checkpoints[-1] / PLAN_FILE)

@@ -11,8 +11,9 @@ from pathlib import Path
 from shardwise.config import PLAN_FILE, Plan, load_plan
 from shardwise.errors import UserError
 from shardwise.launch.job import WORK_DIR
+from shardwise.models.adapters import ADAPTER_CONFIG, read_adapters, write_adapters
 from shardwise.models.facts import ModelFacts
-from shardwise.models.read import facts_of_plan
+from shardwise.models.read import base_of, facts_of_plan
 from shardwise.trainer.measured import METRICS_FILE
 from shardwise.trainer.state import (
     CHECKPOINTS_DIR,
@@ -20,7 +21,9 @@ from shardwise.trainer.state import (
     complete_checkpoints,
     read_state,
     row_order,
+    why_incomplete,
 )
+from shardwise.weights.index import fingerprint
 
 LOCK_FILE = "lock"
 
@@ -60,6 +63,12 @@ def check_resume(run_dir: Path, *, resume: bool) -> None:
             f"{run_dir} already holds {checkpoints[-1].name}; continue it with --resume, or give "
             "another --out."
         )
+    broken = next(iter(sorted((run_dir / CHECKPOINTS_DIR).glob("step-*/state.json"))), None)
+    if not resume and broken is not None:
+        raise UserError(
+            f"{broken.parent} is not complete: {why_incomplete(broken.parent)}; mend it, or give "
+            "another --out."
+        )
     if resume and not checkpoints:
         raise UserError(f"{run_dir} holds no complete checkpoint to resume from.")
 
@@ -75,10 +84,37 @@ def check_same_task(run_dir: Path, plan: Plan) -> None:
             f"cannot resume {checkpoints[-1]}: task was {then} and is now {plan.task}; give the "
             "same task, or another --out."
         )
+    if plan.task == "lora":
+        _check_base(checkpoints[-1], plan)
     try:
         facts_of_plan(plan.model_copy(update={"model": str(checkpoints[-1] / "model")}))
     except UserError as error:
         raise UserError(f"cannot resume {checkpoints[-1]}: {error}") from None
+
+
+def _check_base(checkpoint: Path, plan: Plan) -> None:
+    """Refuse other weights below the adapters than those they were trained on; the same ones at
+    another place are noted in the checkpoint."""
+    base = base_of(Path(plan.model)) or Path(plan.model)
+    then = read_state(checkpoint).base
+    if then is not None and then != fingerprint(base):
+        raise UserError(
+            f"cannot resume {checkpoint}: {base} does not hold the weights that its adapters were "
+            "trained on; give the directory that does with --set model=DIR."
+        )
+    lora = read_adapters(checkpoint / "model")
+    write_adapters(checkpoint / "model", lora, base)
+
+
+def as_resumed(run_dir: Path, plan: Plan) -> Plan:
+    """A plan that says nothing of its adapters, with those of the run that it continues."""
+    checkpoints = complete_checkpoints(run_dir)
+    if not checkpoints or plan.task != "lora" or plan.lora is not None:
+        return plan
+    model = checkpoints[-1] / "model"
+    if not (model / ADAPTER_CONFIG).exists():
+        return plan
+    return plan.model_copy(update={"lora": read_adapters(model)})
 
 
 def check_same_rows(run_dir: Path, plan: Plan, rows_folder: Path, num_steps: int) -> None:

@@ -27,6 +27,7 @@ from shardwise.errors import UserError, missing_extra
 from shardwise.launch.job import WORK_DIR, Job
 from shardwise.launch.local import run_local
 from shardwise.launch.rundir import (
+    as_resumed,
     check_resume,
     check_same_rows,
     check_same_task,
@@ -76,6 +77,8 @@ def check_model(plan: Plan) -> Plan:
             f"{capacity:.2f} GiB; run `shardwise plan` for a layout that fits, or set "
             "devices.memory_gib."
         )
+    if plan.trains and facts.adapters is not None:
+        plan = plan.model_copy(update={"lora": facts.adapters})
     if plan.predicted is None:
         evidence = Prediction(
             memory=memory,
@@ -104,7 +107,7 @@ def start_train(
     with ExitStack() as held:
 
         def prepare() -> Job:
-            checked = check_model(plan)
+            checked = check_model(as_resumed(run_dir, plan) if resume else plan)
             held.enter_context(claimed(run_dir))
             check_resume(run_dir, resume=resume)
             check_same_task(run_dir, plan)
@@ -271,6 +274,7 @@ def _prepare_inputs(plan: Plan, data: Path, eval_data: Path | None, run_dir: Pat
             _prepare_rows(plan, tokenizer, eval_data, fresh / EVAL_ROWS)
         (fresh / MODEL_FILES).mkdir()
         copy_model_files(base_of(Path(plan.model)) or Path(plan.model), fresh / MODEL_FILES)
+        copy_model_files(directory_with(TOKENIZER_FILE, plan.model), fresh / MODEL_FILES)
         check_same_rows(run_dir, plan, fresh / TRAIN_ROWS, order.num_steps)
         for folder in (Path(TRAIN_ROWS).parts[0], MODEL_FILES):
             shutil.rmtree(run_dir / WORK_DIR / folder, ignore_errors=True)

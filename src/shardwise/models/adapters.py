@@ -32,19 +32,19 @@ _CUTS: dict[Cut, tuple[Cut, Cut]] = {
 }
 """how a matrix is cut -> how A and B are: A cuts as its inputs, B as its outputs; what is whole is
 used for a part of the other, so that its gradient is a part too"""
-_AS_PLAIN = {
-    "use_dora": False,
-    "use_rslora": False,
-    "fan_in_fan_out": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "target_parameters": None,
-    "trainable_token_indices": None,
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the model
+    "layers_to_transform": (None,),
+    "revision": (None, "main"),
 }
-"""settings of PEFT, and the values that mean plain adapters"""
+"""settings of PEFT, and the values that mean plain adapters, the usual one first"""
+_SAYS_NOTHING = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "layers_pattern"),
+    *("eva_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+}
+"""settings that are read elsewhere, or change nothing of what adapters compute"""
 
 
 def adaptable(params: Mapping[str, Param], *, has_experts: bool) -> dict[str, Param]:
@@ -129,19 +129,22 @@ def read_adapters(directory: Path) -> Lora:
     file, config = directory / ADAPTER_CONFIG, read_adapter_config(directory)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not built; LORA is.")
-    for key, plain in _AS_PLAIN.items():
-        value = config.get(key, plain)
-        if value != plain and value:  # an empty one says nothing
-            raise UserError(f"{file}: {key}={value!r} is not built; {key}={plain!r} is.")
+    for key, value in config.items():
+        plain = _PLAIN.get(key)
+        is_plain = value in plain if plain else key in _SAYS_NOTHING or not value
+        if not is_plain:
+            usual = plain[0] if plain else None
+            raise UserError(f"{file}: {key}={value!r} is not built; {key}={usual!r} is.")
     targets = config.get("target_modules")
-    if not isinstance(targets, list):
+    if not isinstance(targets, list) or not targets:
         raise UserError(f"{file}: target_modules={targets!r}; a list of names is expected.")
-    data = {
-        "rank": config.get("r"),
-        "alpha": config.get("lora_alpha"),
-        "targets": sorted(_leaf(str(name)) for name in targets),
-    }
-    return parse(Lora, data, source=str(file))
+    names = sorted({_leaf(str(name)) for name in targets})
+    data = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8), "targets": names}
+    try:
+        return parse(Lora, data, source=str(file))
+    except UserError as error:  # by the names that the file has
+        text = str(error).replace(": rank =", ": r =").replace(": alpha =", ": lora_alpha =")
+        raise UserError(text) from None
 
 
 def write_adapters(directory: Path, lora: Lora, base: Path) -> None:
@@ -158,8 +161,9 @@ def write_adapters(directory: Path, lora: Lora, base: Path) -> None:
         "bias": "none",
         "fan_in_fan_out": False,
     }
-    text = json.dumps(config, indent=2)
-    (directory / ADAPTER_CONFIG).write_text(f"{text}\n", encoding="utf-8")
+    partial = directory / f".{ADAPTER_CONFIG}.partial"
+    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.replace(directory / ADAPTER_CONFIG)
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:

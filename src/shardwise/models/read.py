@@ -44,6 +44,8 @@ def base_of(directory: Path) -> Path | None:
         return None
     given = str(read_adapter_config(directory).get("base_model_name_or_path") or "")
     base = directory / given  # an absolute path stays as it is
+    if given and not base.is_dir() and Path(given).is_dir():  # as PEFT, from where it is run
+        base = Path(given)
     if given and not base.is_dir() and is_hub_id(given):
         base = cached_directory(given) or base
     if not given or not base.is_dir():
@@ -89,14 +91,15 @@ def with_adapters_of(plan: Plan, facts: ModelFacts) -> ModelFacts:
     if facts.adapters is not None and plan.lora is None:
         return facts
     lora = complete(plan.lora or Lora(), facts)
-    if facts.adapters is not None:
-        for key, value in lora.model_dump().items():
-            if getattr(facts.adapters, key) != value:
-                raise UserError(
-                    f"lora.{key}={value}, but the adapters in {plan.model} have "
-                    f"{getattr(facts.adapters, key)}; leave lora out to train them on."
-                )
-    return replace(facts, adapters=lora)
+    if facts.adapters is None:
+        return replace(facts, adapters=lora)
+    for key in plan.lora.model_fields_set if plan.lora else ():
+        if getattr(facts.adapters, key) != getattr(lora, key):
+            raise UserError(
+                f"lora.{key}={getattr(lora, key)}, but the adapters in {plan.model} have "
+                f"{getattr(facts.adapters, key)}; leave lora out to train them on."
+            )
+    return facts
 
 
 def read_facts(model: str | Path) -> ModelFacts:
@@ -109,9 +112,9 @@ def read_facts(model: str | Path) -> ModelFacts:
     path = Path(model)
     base = base_of(path)
     if base is not None:
-        facts, lora = read_facts(base), read_adapters(path)
-        if facts.adapters is not None:
+        if (base / ADAPTER_CONFIG).exists():
             raise UserError(f"{path} holds adapters of {base}, which holds adapters itself.")
+        facts, lora = read_facts(base), read_adapters(path)
         return replace(facts, adapters=complete(lora, facts))
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.exists():

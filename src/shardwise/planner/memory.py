@@ -46,6 +46,8 @@ class LayerSizes:
     """those that have a sharding of their own (ep > 1)"""
     trained: int
     """all of them, or their adapters"""
+    own_adapters: int
+    """what one shard keeps of the adapters: each is cut by its first dimension, rounded up"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,9 @@ class RankSizes:
 
     def own_trained(self, layout: Layout) -> int:
         """What one rank keeps of what is trained."""
-        return -(-self.trained // layout.num_shards) if self.trains_adapters else self.own(layout)
+        if not self.trains_adapters:
+            return self.own(layout)
+        return sum(sizes.count * sizes.own_adapters for sizes in self.layers)
 
     def own(self, layout: Layout) -> int:
         """What one rank keeps of them."""
@@ -134,7 +138,15 @@ def _layer_sizes(facts: ModelFacts, layout: Layout, kind: LayerKind, count: int)
         values=sum(math.prod(param.shape) for param in params),
         experts=facts.num_expert_parameters(kind) // layout.ep if layout.ep > 1 else 0,
         trained=sum(math.prod(param.shape) for param in params if param.trained),
+        own_adapters=0
+        if facts.adapters is None
+        else sum(cut(param.shape, layout.num_shards) for param in params if param.trained),
     )
+
+
+def cut(shape: tuple[int, ...], ranks: int) -> int:
+    """Values that one of so many shards has of a parameter, cut by its first dimension."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
 def stages_of_rank(plan: Plan, facts: ModelFacts, rank: int) -> list[StageSpec]:

@@ -244,9 +244,9 @@ def _adapters(plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     facts = replace(facts, adapters=complete(Lora(), facts))
     share = 100 * facts.num_trained_parameters / facts.num_parameters
     name = f"+ task=lora (trains {share:.2g}% of the parameters: adapters, not the model)"
-    return _option(
-        name, _lora(plan), facts, Clock.of(facts, clock.speeds or clock.why_none, clock.node)
-    )
+    own = Clock.of(facts, clock.speeds or clock.why_none, clock.node)
+    changes = {"task": "lora", "lora": facts.adapters}
+    return _option(name, plan.model_copy(update=changes), facts, own)
 
 
 def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
@@ -310,10 +310,6 @@ def _with(plan: Plan, layout: Layout) -> Plan:
     if layout.pp == 1:  # the schedule that was asked for is for layouts that have a pipeline
         plan = _train(plan, pipeline_schedule=DEFAULT_SCHEDULE)
     return plan.model_copy(update={"layout": layout})
-
-
-def _lora(plan: Plan) -> Plan:
-    return plan.model_copy(update={"task": "lora"})
 
 
 def _bf16(plan: Plan) -> Plan:

@@ -14,6 +14,7 @@ from shardwise.planner.activations import FP32
 from shardwise.planner.memory import (
     LOSS_CHUNK_TOKENS,
     RankSizes,
+    cut,
     layer_counts,
     local_tokens,
     recomputed_layers,
@@ -117,7 +118,11 @@ def fsdp_groups(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> l
     found = []
     for layers in sizes.layers:
         experts = 0 if sizes.trains_adapters else layers.experts
-        dense = layers.values - layers.experts, layers.trained - experts
+        values, trained = layers.values - layers.experts, layers.trained - experts
+        if sizes.trains_adapters:  # of which a shard may be mostly padding
+            padded = layers.own_adapters * layout.num_shards
+            values, trained = values - trained + padded, padded
+        dense = values, trained
         found.append(("fsdp", *dense, layers.count, True))
         if layers.experts:
             found.append(("efsdp", layers.experts, experts, layers.count, True))
@@ -261,9 +266,7 @@ def _pipeline_traffic(
             lines.append(Collective(axis="pp", op="send", count=count, num_bytes=tally))
     at_one_end = sum(stage.is_first or stage.is_last for stage in stages) == 1
     if facts.tied and at_one_end and facts.adapters is None:
-        table = _fsdp_share(
-            (-(-facts.vocab_size // layout.tp), facts.hidden_size), layout.num_shards
-        )
+        table = cut((-(-facts.vocab_size // layout.tp), facts.hidden_size), layout.num_shards)
         lines.append(Collective(axis="pp", op="all_reduce", count=1, num_bytes=table * FP32))
     return lines
 
@@ -317,14 +320,14 @@ def _partial_bytes(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -
         for param in facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values():
             if not param.trained:
                 continue
-            share = count * _fsdp_share(param.shape, layout.num_shards)
+            share = count * cut(param.shape, layout.num_shards)
             if param.cut == "kv_heads" and layout.tp > facts.num_kv_heads:
                 repeated += share
             elif _is_partial(param, layout):
                 whole += share
     last = facts.adapters is None and any(stage.is_last for stage in stages)
     if layout.sequence_parallel and last:
-        whole += _fsdp_share((facts.hidden_size,), layout.num_shards)  # the last norm
+        whole += cut((facts.hidden_size,), layout.num_shards)  # the last norm
     return [values * FP32 for values in (whole, repeated) if values]
 
 
@@ -339,7 +342,3 @@ def _num_regions(facts: ModelFacts, layers: Counter[LayerKind]) -> int:
     """Split regions of some layers."""
     of_experts = 2 if facts.shared_width else 1
     return sum(n * (of_experts if kind.has_experts else 2) for kind, n in layers.items())
-
-
-def _fsdp_share(shape: tuple[int, ...], fsdp: int) -> int:
-    return -(-shape[0] // fsdp) * math.prod(shape[1:])

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardwise.config import PLAN_FILE, Plan
 from shardwise.errors import UserError
-from shardwise.models.adapters import write_adapters
+from shardwise.models.adapters import ADAPTER_CONFIG, write_adapters
 from shardwise.models.read import base_of, read_facts
 from shardwise.parallel._torch import HuggingFaceStorageWriter
 from shardwise.parallel.grads import local_part
@@ -71,10 +71,10 @@ def save_checkpoint(
             base = base_of(Path(plan.model)) or Path(plan.model)
             write_adapters(partial / "model", sharded.adapters, base)
         plan.save(partial / PLAN_FILE)
-        files = {
+        files = {  # but for where the model of adapters is, which may be moved
             str(file.relative_to(partial)): file.stat().st_size
             for file in sorted(partial.rglob("*"))
-            if file.is_file()
+            if file.is_file() and file.name != ADAPTER_CONFIG
         }
         complete = state.model_copy(update={"files": files})
         (partial / STATE_FILE).write_text(complete.model_dump_json(indent=2), encoding="utf-8")

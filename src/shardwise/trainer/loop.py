@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwise import console
 from shardwise.config import Plan
+from shardwise.models.read import base_of
 from shardwise.parallel.context import own_columns
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.sharded import ShardedModel
@@ -33,6 +34,7 @@ from shardwise.trainer.state import (
     row_order,
 )
 from shardwise.trainer.step import StepResult, evaluate, train_step
+from shardwise.weights.index import fingerprint
 from shardwise.weights.load import load_model
 
 TRAIN_ROWS, EVAL_ROWS, MODEL_FILES = "data/train", "data/eval", "model-files"
@@ -56,6 +58,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     start: int
     """optimizer steps done before"""
+    base: str | None
+    """fingerprint of what adapters are trained on"""
 
     @property
     def num_steps(self) -> int:
@@ -126,7 +130,14 @@ def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
         sharded=sharded,
         optimizer=optimizer,
         start=read_state(checkpoints[-1]).step if checkpoints else 0,
+        base=_base(plan) if dist.get_rank() == 0 else None,
     )
+
+
+def _base(plan: Plan) -> str | None:
+    if plan.task != "lora":
+        return None
+    return fingerprint(base_of(Path(plan.model)) or Path(plan.model))
 
 
 def _run_steps(run: Run) -> list[StepRecord]:
@@ -166,7 +177,7 @@ def _save(run: Run, step: int, loss: float) -> None:
         run.sharded,
         run.optimizer,
         run.plan,
-        State(step=step, row_order=order, loss=loss),
+        State(step=step, row_order=order, loss=loss, base=run.base),
         run.work / MODEL_FILES,
     )
 

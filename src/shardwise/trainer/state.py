@@ -48,6 +48,9 @@ class State(Config):
     row_order: RowOrder
     loss: float
     files: dict[str, int] = Field(default={}, description="file -> bytes")
+    base: str | None = Field(
+        default=None, description="fingerprint of the weights that adapters were trained on"
+    )
 
 
 def row_order(plan: Plan, rows_folder: Path) -> RowOrder:

@@ -7,6 +7,7 @@ So one loader reads both, whatever layout wrote them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -21,6 +22,7 @@ from shardwise.models.facts import HEAD, ModelFacts
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _OFFSETS_KEY = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes a piece's offset
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
 _MAX_HEADER_BYTES = 100 * 2**20
 _VALUE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 _FLOATS = ("F32", "F16", "BF16")
@@ -77,6 +79,21 @@ class WeightIndex:
     def num_bytes(self) -> int:
         """Bytes of all pieces."""
         return sum(piece.num_bytes for pieces in self.pieces.values() for piece in pieces)
+
+
+def fingerprint(directory: Path) -> str:
+    """What tells a directory's weights from others: names, sizes, headers and samples of the files
+    (SHA-256). A moved or copied directory keeps it; changed weights do not, but for a change that
+    all samples miss."""
+    digest = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}/{size}/".encode())
+        with file.open("rb") as stream:
+            for number in range(_NUM_SAMPLES):
+                stream.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def open_index(directory: str | Path) -> WeightIndex:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.errors import UserError
 from shardwise.models.adapters import parameter_name
 from shardwise.models.facts import HEAD, ModelFacts
 from shardwise.models.layers import DOWN, GATE_UP
@@ -78,6 +79,13 @@ def open_model_index(directory: str | Path, facts: ModelFacts) -> WeightIndex:
         model = open_model_index(base, replace(facts, adapters=None))
         own = open_index(directory)
         adapters = {parameter_name(name): pieces for name, pieces in own.pieces.items()}
+        known = {*facts.parameter_shapes, *fused_parts(facts)}
+        strangers = [name for name in adapters if name not in known or name in model]
+        if strangers:
+            raise UserError(
+                f"{directory}: the files hold {strangers[0]}, which is no part of plain adapters "
+                f"({len(strangers)} such); merge them with PEFT, and use the merged model."
+            )
         both = replace(own, pieces={**model.pieces, **adapters}, notes=model.notes)
         return join_parts(both, facts)
     index = with_prefix(open_index(directory), facts)

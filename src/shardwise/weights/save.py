@@ -58,6 +58,7 @@ def export_model(
     facts, lora = replace(facts, adapters=None), facts.adapters
     with _published(target) as partial:
         copy_model_files(base_of(index.directory) or index.directory, partial)
+        copy_model_files(directory_with(TOKENIZER_FILE, index.directory), partial)
         _set_dtype(partial / CONFIG_FILE, dtype)
         files = list(_files(facts, dtype, max_file_bytes))
         weight_map: dict[str, str] = {}
