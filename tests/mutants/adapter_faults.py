@@ -45,7 +45,7 @@ ADAPTERS = (
         name="alpha-of-the-file-ignored",
         history="ml-explore/mlx-examples#623",
         file="models/adapters.py",
-        old='"alpha": config.get("lora_alpha"),',
+        old='"alpha": config.get("lora_alpha", 8),',
         new='"alpha": float(config.get("r", 1)),',
         proof=_ONE,
     ),
