@@ -2,15 +2,16 @@
 
     python benchmarks/distill_kernels.py DATA    # needs numpy and pyarrow
 
-DATA is `aic-core/src/aiconfigurator_core/systems/data` of ai-dynamo/aiconfigurator (Apache-2.0): the
-seconds of single kernels, by device and engine. Of each kind of kernel and format three numbers are
-kept: seconds = fixed + hypot(bytes / (memory share x bandwidth), FLOPs / (compute share x peak)),
+DATA is `aic-core/src/aiconfigurator_core/systems/data` of ai-dynamo/aiconfigurator (Apache-2.0):
+the seconds of single kernels, by device and engine. Of each kind of kernel and format three numbers
+are kept: seconds = fixed + hypot(bytes / (memory share x bandwidth), FLOPs / (compute share x peak)),
 those of least mean |log(predicted / measured)|. No run of a whole model is read here.
 """
 
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -36,19 +37,24 @@ SYSTEMS = {
     "gb300": "GB300-288GB",
     "l40s": "L40S",
 }
-FORMATS = {  # of the files -> ours, bits of a weight with its scales, bytes of an input
-    "bfloat16": ("bf16", 16.0, 2.0),
-    "fp8": ("fp8", 8.0, 1.0),
-    "fp8_block": ("fp8", 8.0, 1.0),
-    "nvfp4": ("fp4", 4.5, 0.5625),
-    "w4a16_mxfp4": ("mxfp4", 4.25, 2.0),
-    "int4_wo": ("int4", 4.25, 2.0),
+FORMATS = {  # of the files -> ours, bits of a weight with its scales, bytes of an input, peak
+    "bfloat16": ("bf16", 16.0, 2.0, "bf16"),
+    "fp8": ("fp8", 8.0, 1.0, "fp8"),
+    "fp8_block": ("fp8", 8.0, 1.0, "fp8"),
+    "nvfp4": ("fp4", 4.5, 0.5625, "fp4"),
+    "w4a8_mxfp4_mxfp8": ("mxfp4", 4.25, 1.0, "fp8"),
+    "w4a16_mxfp4": ("mxfp4", 4.25, 2.0, "bf16"),
+    "int4_wo": ("int4", 4.25, 2.0, "bf16"),
 }
+"""of two that give the same format, the first one that a file has is taken"""
 ENGINES = ("vllm", "trtllm", "sglang")
-"""the first one that has a kind of kernel and a format is taken, in its newest version"""
+"""each in the newest version that a kind of kernel and a format was measured with"""
 LEFT_OUT = {("product", "fp8_block"), ("experts", "fp8"), ("latent attention", "vllm")}
 """files of kernels that were not recorded in a graph (vLLM's products in blocks of fp8, latent
 attention), and of experts in fp8 without blocks, which no published model has"""
+UNUSED = ("device", "framework", "version", "op_name", "kernel_source")
+VERSIONS = 3
+"""of an engine that are looked through for a format"""
 ROWS = 2000
 """of each fit, evenly over the file"""
 
@@ -122,11 +128,11 @@ def prompts(row: dict[str, Any], bits: float, act: float) -> Sample | None:
 
 
 KINDS: dict[str, tuple[str, str | None, Callable[..., Sample | None]]] = {
-    "product": ("gemm/*/*/gemm_perf.parquet", "gemm_dtype", products),
-    "experts": ("moe/*/*/moe_perf.parquet", "moe_dtype", experts),
-    "cached attention": ("attention/*/*/generation_attention_perf.parquet", None, cached),
-    "latent attention": ("mla/*/*/generation_mla_perf.parquet", None, latent),
-    "prompt attention": ("attention/*/*/context_attention_perf.parquet", None, prompts),
+    "product": ("gemm/{engine}/*/gemm_perf.parquet", "gemm_dtype", products),
+    "experts": ("moe/{engine}/*/moe_perf.parquet", "moe_dtype", experts),
+    "cached attention": ("attention/{engine}/*/generation_attention_perf.parquet", None, cached),
+    "latent attention": ("mla/{engine}/*/generation_mla_perf.parquet", None, latent),
+    "prompt attention": ("attention/{engine}/*/context_attention_perf.parquet", None, prompts),
 }
 
 
@@ -146,57 +152,66 @@ def fit(samples: list[Sample], bandwidth: float, peak: float) -> tuple[float, fl
     return best
 
 
-def peak_flops(device: Device, fmt: str) -> float | None:
-    """Of the products that a format is computed in."""
-    tflops = {"fp8": device.fp8_tflops, "fp4": device.fp4_tflops}.get(fmt, device.bf16_tflops)
+def peak_flops(device: Device, name: str) -> float | None:
+    """Of products in a format."""
+    tflops = {"fp8": device.fp8_tflops, "fp4": device.fp4_tflops}.get(name, device.bf16_tflops)
     return None if tflops is None else tflops * 1e12
 
 
-def _version(path: Path) -> list[Any]:
-    return [int(part) if part.isdigit() else -1 for part in path.parent.name.split(".")]
+def versions(data: Path, system: str, engine: str, pattern: str) -> list[Path]:
+    """The files of an engine's newest versions, the newest first."""
+    found = (data / system).glob(pattern.format(engine=engine))
+    numbers = {path: [*map(int, re.findall(r"\d+", path.parent.name))] for path in found}
+    return sorted(numbers, key=lambda path: numbers[path], reverse=True)[:VERSIONS]
 
 
-def _files(data: Path, system: str, pattern: str) -> Iterator[Path]:
-    for engine in ENGINES:
-        found = sorted((data / system).glob(pattern.replace("*", engine, 1)), key=_version)
-        yield from found[-1:]
+def samples_of(path: Path, kind: str) -> dict[str, list[Sample]]:
+    """The kernels of a file by format, as it names them: of several for one shape the fastest,
+    which an engine that has tuned itself takes."""
+    _, column, read = KINDS[kind]
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    columns = [name for name in parquet.read_schema(path).names if name not in UNUSED]
+    shape = [name for name in columns if name != "latency"]
+    for row in parquet.read_table(path, columns=columns).to_pylist():
+        key = tuple(row[name] for name in shape)
+        if key not in best or row["latency"] < best[key]["latency"]:
+            best[key] = row
+    groups: dict[str, list[Sample]] = {}
+    for row in best.values():
+        name = row[column] if column else "bfloat16"
+        if name in FORMATS and (kind, name) not in LEFT_OUT:
+            sample = read(row, *FORMATS[name][1:3])
+            if sample is not None and sample.seconds > 0:
+                groups.setdefault(name, []).append(sample)
+    return groups
 
 
 def fitted(data: Path) -> Iterator[dict[str, Any]]:
     """The rows of the catalogue."""
-    for (system, name), (kind, (pattern, column, read)) in product(
-        SYSTEMS.items(), KINDS.items()
-    ):
-        device, done = load_devices()[name], set()
-        for path in _files(data, system, pattern):
-            if (kind, path.parent.parent.name) in LEFT_OUT:
-                continue
-            groups: dict[str, list[Sample]] = {}
-            columns = [c for c in parquet.read_schema(path).names if c != "device"]
-            for row in parquet.read_table(path, columns=columns).to_pylist():
-                key = row[column] if column else "bfloat16"
-                if (kind, key) in LEFT_OUT:
+    for (system, name), engine, kind in product(SYSTEMS.items(), ENGINES, KINDS):
+        device, done = load_devices()[name], set[str]()
+        if (kind, engine) in LEFT_OUT or device.hbm_gb_per_s is None:
+            continue
+        for path in versions(data, system, engine, KINDS[kind][0]):
+            groups = samples_of(path, kind)
+            for key, (fmt, _, _, rate) in FORMATS.items():
+                samples, peak = groups.get(key, []), peak_flops(device, rate)
+                if len(samples) < 50 or fmt in done or peak is None:
                     continue
-                if key in FORMATS and FORMATS[key][0] not in done:
-                    sample = read(row, *FORMATS[key][1:])
-                    if sample is not None and sample.seconds > 0:
-                        groups.setdefault(key, []).append(sample)
-            for key, samples in groups.items():
-                fmt, peak = FORMATS[key][0], peak_flops(device, FORMATS[key][0])
-                if len(samples) < 50 or peak is None or device.hbm_gb_per_s is None:
-                    continue
-                few = samples[:: max(1, len(samples) // ROWS)]
-                error, fixed, share, rate = fit(few, device.hbm_gb_per_s * 1e9, peak)
                 done.add(fmt)
+                few = samples[:: max(1, len(samples) // ROWS)]
+                error, fixed, share, of_peak = fit(few, device.hbm_gb_per_s * 1e9, peak)
                 yield {
                     "device": name,
+                    "engine": engine,
                     "kind": kind,
                     "format": fmt,
                     "fixed_us": round(fixed * 1e6, 2),
                     "memory_share": share,
-                    "compute_share": rate,
+                    "compute_share": of_peak,
+                    "peak": rate,
                     "error": round(error, 3),
-                    "engine": f"{path.parent.parent.name} {path.parent.name}",
+                    "version": path.parent.name,
                 }
 
 
@@ -204,8 +219,8 @@ def reductions(data: Path) -> Iterator[dict[str, Any]]:
     """Measured all-reduces of vLLM inside a node, recorded in a graph; their sizes are in numbers
     of bf16."""
     for system, name in SYSTEMS.items():
-        found = _files(data, system, "comm/*/*/custom_allreduce_perf.parquet")
-        path = next((path for path in found if path.parent.parent.name == "vllm"), None)
+        pattern = "comm/{engine}/*/custom_allreduce_perf.parquet"
+        path = next(iter(versions(data, system, "vllm", pattern)), None)
         curves: dict[int, list[tuple[int, float]]] = {}
         for row in [] if path is None else parquet.read_table(path).to_pylist():
             if row["backend"] == "vllm_graph" and row["message_size"] >= 1024:

@@ -35,8 +35,9 @@ from shardwise.models.facts import ModelFacts
 from shardwise.models.lookup import look_up
 from shardwise.planner.accelerator import accelerator
 from shardwise.planner.devices import parse_devices
-from shardwise.planner.kernels import Engine, engine
-from shardwise.planner.serving import Load, Server, ServeTime
+from shardwise.planner.kernels import ENGINES, Engine, engine
+from shardwise.planner.serving import Server
+from shardwise.planner.serving_memory import Load
 
 Row = Mapping[str, str]
 SYSTEMS = {
@@ -53,6 +54,10 @@ IN_VIEW = ("h200_sxm", "b200_sxm")
 """systems whose rows were in view when it was decided which effects are modelled"""
 _COPIES = re.compile(r"-(fp8|nvfp4|fp4|int4|awq)$", re.IGNORECASE)
 """ends of names of quantised copies, which have the sizes of the model"""
+_NODE = 8
+"""devices of a node of the collectors"""
+_WAVES = 10
+"""requests of a benchmark for each one that it keeps under way: it sends the first all at once"""
 _TIE = 0.05
 """times to the first token that are nearer than this have no order"""
 _LONG = 0.25
@@ -113,7 +118,13 @@ def _together(row: Row, facts: ModelFacts, load: Load) -> Result:
     time = _server(row, facts, "").time(load)
     if time is None:
         raise Unplanned("not one request fits beside the weights")
-    return Result(row=row, ttft_s=time.ttft_s, tpot_s=time.tpot_s, queued=time.queued)
+    ahead = (time.running / layout_dp(row, facts) - 1) / 2 * time.prefill_s / _WAVES
+    return Result(row=row, ttft_s=time.ttft_s + ahead, tpot_s=time.tpot_s, queued=time.queued)
+
+
+def layout_dp(row: Row, facts: ModelFacts) -> int:
+    """Replicas of attention."""
+    return _layout(row, facts, "").dp
 
 
 def _disaggregated(row: Row, facts: ModelFacts, load: Load) -> Result:
@@ -164,7 +175,7 @@ def _load(row: Row) -> Load:
 
 def _server(row: Row, facts: ModelFacts, side: str) -> Server:
     layout = _layout(row, facts, side)
-    engine_ = _engine(row.get("system", ""), layout.world_size)
+    engine_ = _engine(row.get("system", ""), row.get("backend", ""), layout.world_size)
     device = engine_.speeds.device
     weights = _weights(row, facts)
     return Server(
@@ -178,11 +189,21 @@ def _server(row: Row, facts: ModelFacts, side: str) -> Server:
 
 
 def _layout(row: Row, facts: ModelFacts, side: str) -> Layout:
-    """Of the columns with a prefix; attention has tp ranks in each of its replicas."""
+    """Of the columns with a prefix; attention has tp ranks in each of its replicas.
+
+    Some rows count ranks twice. The same measurement is there with tp=16, ep=4 and with tp=4, ep=4;
+    and four devices with a replica of attention each are tp=4, attention dp=4, ep=16. All are of
+    one node, so a layout that is larger than a node is read as the smaller one.
+    """
     names = ("tp_size", "pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
     tp, pp, dp, moe_tp, ep = (_whole(row, side + name) or 1 for name in names)
     if not facts.num_experts:
         return Layout(tp=tp, pp=pp, dp=dp)
+    if tp == dp > 1 and ep == tp * dp:
+        tp, ep = 1, dp
+    elif not side and ep > 1 and tp * dp > _NODE:
+        tp, dp = (tp // ep, dp) if tp >= ep else (tp, dp // ep)
+        tp, dp, moe_tp = max(1, tp), max(1, dp), 1
     if dp > 1 and moe_tp * ep == tp and tp % dp == 0:  # replicas within the group of experts
         tp //= dp
     if ep == 1 and dp > 1 and moe_tp > tp:
@@ -207,17 +228,19 @@ def _weights(row: Row, facts: ModelFacts) -> str:
 
 
 @cache
-def _engine(system: str, world: int) -> Engine:
+def _engine(system: str, backend: str, world: int) -> Engine:
     catalog = load_catalog()
     if system not in SYSTEMS:
         raise Unplanned(f"system {system or '(none)'} is not in the catalogue")
+    if backend not in ENGINES:
+        raise Unplanned(f"engine {backend or '(none)'} is not in the catalogue")
     device = catalog.devices[SYSTEMS[system]]
     nodes = -(-world // device.per_node)
     text = f"{nodes}x{min(world, device.per_node)}x{device.name}"
     speeds = accelerator(parse_devices(text, catalog=catalog), catalog)
     if isinstance(speeds, str):
         raise Unplanned(speeds)
-    found = engine(speeds, catalog)
+    found = engine(speeds, catalog, backend)
     if isinstance(found, str):
         raise Unplanned(found)
     return found
@@ -243,11 +266,15 @@ def _whole(row: Row, name: str) -> int | None:
 
 
 def in_order(results: Sequence[Result]) -> tuple[int, int]:
-    """Pairs of one group whose times to the first token are in the measured order, and all pairs."""
+    """Pairs whose times to the first token are in the measured order, and all pairs."""
     right = total = 0
     for a, b in combinations(results, 2):
         first, second = a.measured_ttft_s, b.measured_ttft_s
-        if a.ttft_s is None or b.ttft_s is None or min(first, second) > max(first, second) / (1 + _TIE):
+        if (
+            a.ttft_s is None
+            or b.ttft_s is None
+            or min(first, second) > max(first, second) / (1 + _TIE)
+        ):
             continue
         total += 1
         right += (a.ttft_s < b.ttft_s) == (first < second)
@@ -342,13 +369,16 @@ def main() -> None:
     options = parser.parse_args()
     try:
         with options.runs.open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(line for line in file if line[:1] != "#")]
+            rows = list(csv.DictReader(line for line in file if line[:1] != "#"))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         parser.error(f"cannot read {options.runs}: {error}")
     if options.systems:
         rows = [row for row in rows if row.get("system") in options.systems]
     found = report([judge(row) for row in rows])
-    print("| system, model, engine | rows | planned | TPOT mean | median | p90 | TTFT pairs | queued |")
+    print(
+        "| system, model, engine | rows | planned | TPOT mean | median | p90 | TTFT pairs "
+        "| queued and waited, of queued; waited |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for row in [*found["groups"], *found["all"]]:
         print(_line(row))

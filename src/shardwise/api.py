@@ -13,12 +13,15 @@ from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.lookup import local_model, look_up
 from shardwise.models.read import with_adapters_of
-from shardwise.planner.accelerator import SET_NETWORK, accelerator
+from shardwise.planner.accelerator import SET_NETWORK, Accelerator, accelerator
 from shardwise.planner.answer import Answer
-from shardwise.planner.cost import Job, Rate, cost_of
+from shardwise.planner.cost import Cost, Job, Rate, cost_of, cost_of_serving
 from shardwise.planner.devices import parse_devices
+from shardwise.planner.kernels import engine
 from shardwise.planner.machine import Machine
 from shardwise.planner.search import search
+from shardwise.planner.serving_report import serving_notes
+from shardwise.planner.serving_search import search_serving
 from shardwise.planner.speeds import Speeds
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from shardwise.parallel.mesh import Mesh
+
+
+_LOAD = ("weights", "concurrency", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
+"""keys of `serve` that plan many requests at a time"""
 
 
 def plan(
@@ -86,15 +93,53 @@ def plan(
     unknown = price is not None and num_instances > 1 and asked.devices.network_gbit is None
     if machine is None and unknown:  # what the catalogue has is of another machine
         speeds = f"the network of {instance} is not known: {SET_NETWORK}"
-    answer = search(asked, facts, speeds, fixed=fixed)
-    chosen = answer.chosen
-    cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
-    notes = found.notes
+    if task == "serve" and asked.devices.kind != "cpu":
+        answer, cost = _served(asked, facts, speeds, catalog, job, fixed=fixed)
+        notes = found.notes + serving_notes(answer)
+    else:
+        _check_no_load(asked)
+        answer = search(asked, facts, speeds, fixed=fixed)
+        chosen = answer.chosen
+        cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
+        notes = found.notes
     if found.directory is not None:
         notes += _weight_notes(found.directory, found.facts)
     if cost is None and job != Job():
         notes += ("hours and money are not told: they need a step time",)
     return replace(answer, notes=notes, cost=cost)
+
+
+def _served(
+    plan: Plan,
+    facts: ModelFacts,
+    speeds: Speeds | str | None,
+    catalog: Catalog,
+    job: Job,
+    *,
+    fixed: bool,
+) -> tuple[Answer, Cost | None]:
+    """A server on accelerators, and what its output costs."""
+    known = engine(speeds, catalog) if isinstance(speeds, Accelerator) else _why_unknown(speeds)
+    answer = search_serving(plan, facts, known, fixed=fixed)
+    served = None if answer.chosen is None else answer.chosen.served
+    return answer, cost_of_serving(served, job)
+
+
+def _why_unknown(speeds: Speeds | str | None) -> str:
+    if isinstance(speeds, str):
+        return speeds
+    return "a probe measures no kernels of inference engines; leave --cluster out"
+
+
+def _check_no_load(plan: Plan) -> None:
+    """On a CPU, or in training, nothing is known of many requests."""
+    given = [name for name in _LOAD if name in plan.serve.model_fields_set]
+    if given and (plan.task != "serve" or plan.devices.kind == "cpu"):
+        where = f"--task {plan.task}" if plan.task != "serve" else "cpu devices"
+        raise UserError(
+            f"serve.{given[0]} is of --task serve on accelerators of the catalogue, this is of "
+            f"{where}; leave it out, or give --task serve --gpus 1xH100-80GB."
+        )
 
 
 def _price(catalog: Catalog, instance: str, count: int, gpus: str | None) -> Price:

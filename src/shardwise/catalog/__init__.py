@@ -81,15 +81,19 @@ class KernelRow(Config):
     FLOPs / (compute share x peak of the format))."""
 
     device: str
+    engine: str
+    """vllm, sglang or trtllm (TensorRT-LLM)"""
     kind: str
     """a product, all experts of a rank, or attention: over a cache, a latent cache, a prompt"""
     format: str
     fixed_us: float = Field(ge=0)
     memory_share: float = Field(gt=0, le=1)
     compute_share: float = Field(gt=0, le=1)
+    peak: Literal["bf16", "fp8", "fp4"]
     error: float = Field(ge=0)
     """mean |log(predicted / measured)| over the kernels that it is of"""
-    engine: str
+    version: str
+    """of the engine"""
 
 
 class Price(Config):
@@ -126,8 +130,8 @@ class Catalog:
     prices: tuple[Price, ...]
     sources: Mapping[str, str]
     """device -> where its measured tables are from"""
-    kernels: Mapping[str, Mapping[tuple[str, str], KernelRow]]
-    """device -> (kind, format) -> kernels of inference engines"""
+    kernels: Mapping[str, Mapping[tuple[str, str, str], KernelRow]]
+    """device -> (engine, kind, format) -> kernels of inference engines"""
     reductions: Mapping[str, Mapping[int, Curve]]
     """device -> ranks -> measured all-reduces of an inference engine inside a node"""
 
@@ -279,16 +283,16 @@ def _read_measured() -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     return collectives, {device: tuple(sorted(rows)) for device, rows in matmuls.items()}, sources
 
 
-def _kernels(given: Mapping[str, Any]) -> dict[str, dict[tuple[str, str], KernelRow]]:
+def _kernels(given: Mapping[str, Any]) -> dict[str, dict[tuple[str, str, str], KernelRow]]:
     """Of the table, with the rows that a user replaces."""
-    found: dict[str, dict[tuple[str, str], KernelRow]] = {}
+    found: dict[str, dict[tuple[str, str, str], KernelRow]] = {}
     numbers = ("fixed_us", "memory_share", "compute_share", "error")
     for text in _table("kernels.csv"):
         data = {**text, **{name: float(text[name]) for name in numbers}}
         row = parse(KernelRow, data, source="kernels.csv")
-        found.setdefault(row.device, {})[row.kind, row.format] = row
+        found.setdefault(row.device, {})[row.engine, row.kind, row.format] = row
     for row in _parsed(KernelRow, given, "kernels"):
-        found.setdefault(row.device, {})[row.kind, row.format] = row
+        found.setdefault(row.device, {})[row.engine, row.kind, row.format] = row
     return found
 
 

@@ -9,6 +9,8 @@ from shardwise.config import GIB, Memory, Plan
 from shardwise.models.facts import ModelFacts
 from shardwise.planner.cost import Cost
 from shardwise.planner.layout import legal_tp_sizes
+from shardwise.planner.serving import ServeTime
+from shardwise.planner.serving_memory import Load, Room
 from shardwise.planner.timing import StepTime, model_flops_per_token
 
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
@@ -35,6 +37,10 @@ class Option:
     """how much longer a pipeline takes than its ranks' share of the work; 1 without one"""
     capacity: float
     """bytes of one device"""
+    served: ServeTime | None = None
+    """what requests see; None: it trains, does not fit, or no speeds are known"""
+    room: Room | None = None
+    """of a server's cache"""
 
     @property
     def num_devices(self) -> int:
@@ -43,7 +49,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether the worst rank stays within the device's memory."""
+        """Whether the worst rank stays within the device's memory, a server with one request."""
         return self.memory.total <= self.capacity
 
     @property
@@ -100,6 +106,10 @@ class Answer:
     """of the chosen option"""
     notes: tuple[str, ...] = ()
     """what the user should know of the model's files"""
+    load: Load | None = None
+    """what is asked of a server on accelerators"""
+    missed: list[Option] = field(default_factory=list)
+    """servers that fit and miss a target, the best first"""
 
 
 def suggest(answer: Answer) -> str:

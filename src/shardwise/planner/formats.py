@@ -1,4 +1,4 @@
-"""In which numbers a server keeps weights, what that costs in quality, and who says so. No torch."""
+"""Number formats of a server's weights, and what each costs in quality. No torch."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ FORMATS: dict[str, Format] = {
             input_bytes=0.5625,
             rate="fp4",
             experts_only=True,
-            quality="depends on the model and its calibration; NVFP4 needs a Blackwell device to be "
-            "fast",
+            quality="depends on the model and its calibration; fast on Blackwell devices alone",
         ),
         Format(  # groups of 32 share a scale of 8 bits
             name="mxfp4",

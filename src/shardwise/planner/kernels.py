@@ -1,4 +1,4 @@
-"""Kernels of inference engines on a device of the catalogue, as single ones were measured. No torch."""
+"""Kernels of inference engines on a device of the catalogue, each as measured. No torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from shardwise.planner.formats import Format
 from shardwise.planner.interpolate import at
 from shardwise.planner.network import Group, Op
 
+ENGINES = ("vllm", "trtllm", "sglang")
+KINDS = ("product", "experts", "cached attention", "latent attention", "prompt attention")
 SMALL_S = 3e-6
 """of a kernel that does next to nothing, in a graph that the host has recorded: AIConfigurator's
 `mem_empirical_constant_latency`, systems/*.yaml; norms, rotary embedding, copies into the cache"""
@@ -32,19 +34,21 @@ class Engine:
     def seconds(self, kind: str, fmt: Format, num_bytes: float, flops: float) -> float:
         """Of one kernel: what it takes to start and end, and reading and computing, which overlap.
 
-        A format that was not measured on the device computes in bf16.
+        A format that was not measured on the device computes in bf16. Products of few bits start
+        as those of bf16 do: they were measured with a kernel before them that converts their input,
+        which engines make part of the norm or the activation before.
         """
-        device = self.speeds.device
-        row = self.rows.get((kind, fmt.name))
-        if row is None and fmt.rate == "fp8":  # int8 is as fast as fp8 where both are built in
-            row = self.rows.get((kind, "fp8"))
-        rate = fmt.rate if row is not None else "bf16"
-        row = row or self.rows[kind, "bf16"]
-        tflops = {"fp8": device.fp8_tflops, "fp4": device.fp4_tflops}.get(rate)
-        peak = (tflops or device.bf16_tflops or 0.0) * 1e12
-        bandwidth = (device.hbm_gb_per_s or 0.0) * 1e9
-        reading = num_bytes / (row.memory_share * bandwidth)
-        return row.fixed_us * 1e-6 + math.hypot(reading, flops / (row.compute_share * peak))
+        row, device = self._row(kind, fmt), self.speeds.device
+        first = self.rows[kind, "bf16"] if kind == "product" else row
+        tflops = {"fp8": device.fp8_tflops, "fp4": device.fp4_tflops}.get(row.peak)
+        peak = (tflops or device.bf16_tflops or math.nan) * 1e12
+        reading = num_bytes / (row.memory_share * (device.hbm_gb_per_s or math.nan) * 1e9)
+        return first.fixed_us * 1e-6 + math.hypot(reading, flops / (row.compute_share * peak))
+
+    def _row(self, kind: str, fmt: Format) -> KernelRow:
+        # int8 is as fast as fp8 where both are built in
+        names = [fmt.name, *(["fp8"] if fmt.name == "int8" else []), "bf16"]
+        return next(self.rows[kind, name] for name in names if (kind, name) in self.rows)
 
     def moving(self, num_bytes: float) -> float:
         """Of element-wise operations over so many bytes."""
@@ -65,18 +69,29 @@ class Engine:
         return sum(row.error for row in self.rows.values()) / len(self.rows)
 
 
-def engine(speeds: Accelerator, catalog: Catalog) -> Engine | str:
-    """The kernels of a device, or the reason why they are not known."""
+def engine(speeds: Accelerator, catalog: Catalog, software: str = ENGINES[0]) -> Engine | str:
+    """The kernels of a device, or the reason why they are not known.
+
+    Args:
+        software: whose kernels; what was not measured of it is taken from another engine.
+    """
     device = speeds.device
-    names = [name for name in (device.name, device.like) if name in catalog.kernels]
+    names = [name for name in (device.name, device.like) if name and name in catalog.kernels]
     if not names:
         return f"no measured kernels of inference engines for {device.name} in the catalogue"
-    reductions = next((catalog.reductions[n] for n in names if n in catalog.reductions), {})
-    rows = catalog.kernels[names[0]]
-    engines = sorted({row.engine for row in rows.values()})
+    rows: dict[tuple[str, str], KernelRow] = {}
+    order = [software, *(name for name in ENGINES if name != software)]
+    for (_, kind, fmt), row in sorted(
+        catalog.kernels[names[0]].items(), key=lambda item: order.index(item[0][0])
+    ):
+        rows.setdefault((kind, fmt), row)
+    missing = [kind for kind in KINDS if (kind, "bf16") not in rows]
+    if missing:
+        return f"no measured kernels of {missing[0]} for {device.name} in the catalogue"
+    used = sorted({f"{row.engine} {row.version}" for row in rows.values()})
     return Engine(
         speeds=speeds,
         rows=rows,
-        reductions=reductions,
-        sources=f"kernels of {', '.join(engines)} on {names[0]}",
+        reductions=next((catalog.reductions[n] for n in names if n in catalog.reductions), {}),
+        sources=f"kernels of {', '.join(used)} on {names[0]}",
     )

@@ -7,56 +7,20 @@ Sarathi-Serve, arXiv 2403.02310).
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 
-from shardwise.config import Layout
-from shardwise.models.facts import ModelFacts
 from shardwise.models.layers import LayerKind
-from shardwise.planner.formats import FORMATS, Format
+from shardwise.planner.formats import FORMATS
 from shardwise.planner.kernels import SMALL_S, Engine
 from shardwise.planner.network import Group, place
-from shardwise.planner.serving_memory import Room, room_of
-from shardwise.planner.serving_work import (
-    BF16,
-    LayerParts,
-    cache_bytes_per_value,
-    layer_parts,
-    messages,
-    touched,
-)
+from shardwise.planner.serving_memory import CHUNK_TOKENS, Deployment, Load
+from shardwise.planner.serving_work import BF16, LayerParts, messages, touched
 
-CHUNK_TOKENS = 8192
-"""of prompts in a pass, at most: what vLLM, SGLang and TensorRT-LLM do on devices of 70 GiB or more
-(max_num_batched_tokens, chunked_prefill_size, max_num_tokens)"""
 _SAMPLING_KERNELS = 10
 """of a pass, outside the layers: embedding, last norm, logits, penalties, softmax, choice"""
 _TENSOR_BYTES = 9
 """hidden-sized numbers that a layer's element-wise kernels read and write for a token of a prompt:
 `planner.work` counts them"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What users ask of the server."""
-
-    concurrency: int
-    """requests that are there at a time, running or waiting"""
-    prompt_len: int
-    """tokens, on average"""
-    output_len: int
-    """tokens, on average"""
-
-    @property
-    def length(self) -> int:
-        """Tokens of a request at its end."""
-        return self.prompt_len + self.output_len
-
-    @property
-    def mean_context(self) -> float:
-        """Tokens that a request has in the cache, on average while it answers."""
-        return self.prompt_len + self.output_len / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,30 +92,10 @@ class ServeTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class Server(Deployment):
     """A model on an engine: how long its passes take with one layout."""
 
-    facts: ModelFacts
     engine: Engine
-    layout: Layout
-    """`dp` replicas of attention, each `pp` stages of `tp` ranks; `ep` ranks divide the experts,
-    those of `ep / tp` replicas together where that is more than one"""
-    weights: str
-    """name of a format"""
-    capacity: float
-    """bytes of a device"""
-    cache_bytes: int | None = None
-    """of a value of the cache; None: as engines do"""
-
-    @property
-    def fmt(self) -> Format:
-        """Of the weights."""
-        return FORMATS[self.weights]
-
-    @cached_property
-    def kinds(self) -> Counter[LayerKind]:
-        """How many layers of each kind there are."""
-        return Counter(self.facts.layers)
 
     @property
     def node(self) -> int:
@@ -163,12 +107,6 @@ class Server:
         """Replicas of attention whose tokens meet in the same experts."""
         return max(1, self.layout.ep // self.layout.tp)
 
-    def parts(self, kind: LayerKind) -> LayerParts:
-        """What a rank has of a layer."""
-        one = self.cache_bytes or cache_bytes_per_value(self.fmt)
-        tp, ep = self.layout.tp, self.layout.ep
-        return layer_parts(self.facts, kind, tp, ep, self.weights, one)
-
     def group(self, axis: str) -> Group:
         """The ranks of an axis: those that share experts are neighbours."""
         if axis != "ep":
@@ -176,13 +114,6 @@ class Server:
         ranks = self.layout.ep
         inside = ranks <= self.node or self.layout.world_size <= self.node
         return Group(size=ranks, per_node=ranks if inside else self.node)
-
-    def room(self, load: Load) -> Room:
-        """How much of the cache there is room for."""
-        all_parts = [(self.parts(kind), count) for kind, count in self.kinds.items()]
-        chunk = min(CHUNK_TOKENS, load.prompt_len)
-        windows = [kind.window for kind in self.kinds]
-        return room_of(self.facts, self.layout, all_parts, self.capacity, chunk, windows)
 
     def time(self, load: Load) -> ServeTime | None:
         """What requests see; None: not one of them fits."""
@@ -245,9 +176,7 @@ class Server:
             weights += count * products
             attention += count * self._attention(kind, parts, batch, context, tokens, seen)
             moved = _TENSOR_BYTES * self.facts.hidden_size * BF16 * tokens
-            kernels += count * (
-                starts + parts.small_kernels * SMALL_S + self.engine.moving(moved)
-            )
+            kernels += count * (starts + parts.small_kernels * SMALL_S + self.engine.moving(moved))
             collectives += count * self._messages(kind, batch + tokens)
         head, gathered = self._head(batch + (1 if tokens else 0))
         send = 0.0
@@ -266,9 +195,8 @@ class Server:
         """Seconds of products and experts, and of them those that their starts take."""
         seconds = starts = 0.0
         for m in parts.matrices:
-            moved = m.values * m.fmt.num_bytes + tokens * (m.columns * m.fmt.input_bytes + BF16 * m.rows)
-            if m.fmt.input_bytes < BF16:
-                moved += tokens * m.columns * (BF16 + m.fmt.input_bytes)
+            one = m.columns * m.fmt.input_bytes + BF16 * m.rows
+            moved = m.values * m.fmt.num_bytes + tokens * one
             start = self.engine.seconds("product", m.fmt, 0, 0)
             seconds += self.engine.seconds("product", m.fmt, moved, 2 * tokens * m.values) - start
             starts += start

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.config import GIB, Layout
 from shardwise.models.facts import ModelFacts
-from shardwise.planner.serving_work import BF16, LayerParts
+from shardwise.models.layers import LayerKind
+from shardwise.planner.formats import FORMATS, Format
+from shardwise.planner.serving_work import BF16, LayerParts, cache_bytes_per_value, layer_parts
 
 KEPT_BACK = 0.1
 """of a device that engines leave free: vLLM's gpu_memory_utilization is 0.9"""
 RUNTIME_BYTES = GIB
 """context of the device and buffers of communicators: 0.5 to 2 GiB, and 0.35 to 0.4 GiB"""
+
+
+CHUNK_TOKENS = 8192
+"""of prompts in a pass, at most: what vLLM, SGLang and TensorRT-LLM do on devices of 70 GiB or more
+(max_num_batched_tokens, chunked_prefill_size, max_num_tokens)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What users ask of the server."""
+
+    concurrency: int
+    """requests that are there at a time, running or waiting"""
+    prompt_len: int
+    """tokens, on average"""
+    output_len: int
+    """tokens, on average"""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a request at its end."""
+        return self.prompt_len + self.output_len
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens that a request has in the cache, on average while it answers."""
+        return self.prompt_len + self.output_len / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,40 +84,63 @@ class Room:
         return int(self.cache / one) if one else 0
 
 
-def room_of(
-    facts: ModelFacts,
-    layout: Layout,
-    layers: Sequence[tuple[LayerParts, int]],
-    capacity: float,
-    chunk: int,
-    windows: Sequence[int | None] = (),
-) -> Room:
-    """What a rank holds: its stage's share of the layers, embedding and head of their ranks.
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A model in one layout: what its ranks hold."""
 
-    Args:
-        layers: what a rank has of each kind of layer, and how many there are.
-        chunk: tokens of prompts in a pass.
-        windows: of each kind of `layers`.
-    """
-    share = 1 / layout.pp
-    table = facts.vocab_size * facts.hidden_size / layout.tp * BF16
-    both = 2 if layout.pp == 1 and not facts.tied else 1
-    weights = share * sum(count * parts.weight_bytes for parts, count in layers) + both * table
-    width = max(facts.intermediate_size, facts.expert_width * facts.experts_per_token)
-    kept = (2 * facts.hidden_size + (2 * width + facts.q_size) / layout.tp) * BF16
-    pairs = list(zip(layers, windows, strict=True)) if windows else [(row, None) for row in layers]
-    whole = sum(n * parts.cache_bytes for (parts, n), window in pairs if window is None)
-    return Room(
-        weights=int(weights),
-        activations=int(chunk * kept),
-        logits=int(2 * 4 * facts.vocab_size),
-        reserve=int(RUNTIME_BYTES + KEPT_BACK * capacity),
-        capacity=capacity,
-        token_bytes=share * whole,
-        request_bytes=share * sum(n * parts.state_bytes for parts, n in layers),
-        windowed=tuple(
-            (window, share * n * parts.cache_bytes)
-            for (parts, n), window in pairs
-            if window is not None
-        ),
-    )
+    facts: ModelFacts
+    layout: Layout
+    """`dp` replicas of attention, each `pp` stages of `tp` ranks; `ep` ranks divide the experts,
+    those of `ep / tp` replicas together where that is more than one"""
+    weights: str
+    """name of a format"""
+    capacity: float
+    """bytes of a device"""
+    cache_bytes: int | None = None
+    """of a value of the cache; None: as engines do"""
+
+    @property
+    def fmt(self) -> Format:
+        """Of the weights."""
+        return FORMATS[self.weights]
+
+    @cached_property
+    def kinds(self) -> Counter[LayerKind]:
+        """How many layers of each kind there are."""
+        return Counter(self.facts.layers)
+
+    def parts(self, kind: LayerKind) -> LayerParts:
+        """What a rank has of a layer."""
+        one = self.cache_bytes or cache_bytes_per_value(self.fmt)
+        tp, ep = self.layout.tp, self.layout.ep
+        return layer_parts(self.facts, kind, tp, ep, self.weights, one)
+
+    def room(self, load: Load) -> Room:
+        """What the rank that has most of it holds, and what that leaves for the cache.
+
+        The first and the last stage of a pipeline have the embedding and the head; layers that do
+        not divide evenly make one stage larger.
+        """
+        facts, pp = self.facts, self.layout.pp
+        share = -(-facts.num_layers // pp) / facts.num_layers
+        layers = [(kind.window, self.parts(kind), count) for kind, count in self.kinds.items()]
+        table = facts.vocab_size * facts.hidden_size / self.layout.tp * BF16
+        tables = 2 if pp == 1 and not facts.tied else 1
+        weights = share * sum(count * parts.weight_bytes for _, parts, count in layers)
+        width = max(facts.intermediate_size, facts.expert_width * facts.experts_per_token)
+        kept = (2 * facts.hidden_size + (2 * width + facts.q_size) / self.layout.tp) * BF16
+        whole = sum(n * parts.cache_bytes for window, parts, n in layers if window is None)
+        return Room(
+            weights=int(weights + tables * table),
+            activations=int(min(CHUNK_TOKENS, load.prompt_len) * kept),
+            logits=2 * 4 * facts.vocab_size,
+            reserve=int(RUNTIME_BYTES + KEPT_BACK * self.capacity),
+            capacity=self.capacity,
+            token_bytes=share * whole,
+            request_bytes=share * sum(n * parts.state_bytes for _, parts, n in layers),
+            windowed=tuple(
+                (window, share * n * parts.cache_bytes)
+                for window, parts, n in layers
+                if window is not None
+            ),
+        )

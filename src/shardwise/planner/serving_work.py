@@ -109,27 +109,26 @@ def layer_parts(
         expert_format=fmt,
         cache_bytes=0.0 if kind.is_linear else _cached(facts, tp) * cache_bytes,
         state_bytes=facts.linear.state * 4 / tp if kind.is_linear and facts.linear else 0.0,
-        small_kernels=_small_kernels(facts, kind, dense),
+        small_kernels=_small_kernels(facts, kind),
     )
 
 
 def _cached(facts: ModelFacts, tp: int) -> float:
-    """Values that a rank caches of a token in a layer: a head is never cut, a latent is everyone's."""
+    """Values that a rank caches of a token in a layer: heads are not cut, a latent is everyone's."""
     if facts.latent is not None:
         return facts.cache_size
     return facts.cache_size / min(tp, facts.num_kv_heads)
 
 
-def _small_kernels(facts: ModelFacts, kind: LayerKind, fmt: Format) -> int:
+def _small_kernels(facts: ModelFacts, kind: LayerKind) -> int:
     """Kernels of a layer besides products, experts and attention.
 
     Counted in the code of engines: two norms that add, rotary embedding, a copy into the cache, an
-    activation; products of few bits have two inputs converted that no norm converts. Norms of
-    queries and keys; of a latent, its norm and two products that absorb it. Routers choose and the
-    shared expert is added. Linear attention has a convolution, gates and a norm of its own.
+    activation. Norms of queries and keys; of a latent, its norm and two products that absorb it.
+    Routers choose and the shared expert is added. Linear attention has a convolution, gates and a
+    norm of its own.
     """
     number = len(facts.family.norms) + 3
-    number += 2 if fmt.input_bytes < BF16 else 0
     number += 1 if facts.qk_norm else 0
     number += 3 if facts.latent is not None else 0
     number += 2 if kind.has_experts else 0
