@@ -38,6 +38,7 @@ from shardwise.planner.devices import parse_devices
 from shardwise.planner.kernels import ENGINES, Engine, engine
 from shardwise.planner.serving import Server
 from shardwise.planner.serving_memory import Load
+from shardwise.planner.serving_search import why_not_served
 
 Row = Mapping[str, str]
 SYSTEMS = {
@@ -175,6 +176,9 @@ def _load(row: Row) -> Load:
 
 def _server(row: Row, facts: ModelFacts, side: str) -> Server:
     layout = _layout(row, facts, side)
+    reason = why_not_served(layout, facts)
+    if reason is not None:
+        raise Unplanned(reason)
     engine_ = _engine(row.get("system", ""), row.get("backend", ""), layout.world_size)
     device = engine_.speeds.device
     weights = _weights(row, facts)
@@ -198,7 +202,7 @@ def _layout(row: Row, facts: ModelFacts, side: str) -> Layout:
     names = ("tp_size", "pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
     tp, pp, dp, moe_tp, ep = (_whole(row, side + name) or 1 for name in names)
     if not facts.num_experts:
-        return Layout(tp=tp, pp=pp, dp=dp)
+        return Layout(tp=max(1, tp), pp=pp, dp=dp)
     if tp == dp > 1 and ep == tp * dp:
         tp, ep = 1, dp
     elif not side and ep > 1 and tp * dp > _NODE:
@@ -208,10 +212,6 @@ def _layout(row: Row, facts: ModelFacts, side: str) -> Layout:
         tp //= dp
     if ep == 1 and dp > 1 and moe_tp > tp:
         raise Unplanned(f"moe_tp={moe_tp} cuts experts over replicas of attention")
-    if ep > tp and (ep % tp or ep > tp * dp):
-        raise Unplanned(f"moe_ep={ep} does not divide tp={tp} x attention dp={dp}")
-    if facts.num_experts % ep or (ep < tp and tp % ep):
-        raise Unplanned(f"moe_ep={ep} does not divide {facts.num_experts} experts or tp={tp}")
     return Layout(tp=tp, pp=pp, dp=dp, ep=ep)
 
 

@@ -252,8 +252,6 @@ class Server(Deployment):
         for message in messages(self.facts, kind, self.layout, self.fmt):
             group = self.group(message.axis)
             size = tokens * message.values * message.value_bytes
-            if message.op == "all_to_all":
-                size *= group.size  # of the whole tensor: what all its ranks send
             seconds += self.engine.collective_s(message.op, size, group)
         return seconds
 
