@@ -3,8 +3,11 @@
     python benchmarks/distill_kernels.py DATA    # needs numpy and pyarrow
 
 DATA is `aic-core/src/aiconfigurator_core/systems/data` of ai-dynamo/aiconfigurator (Apache-2.0):
-the seconds of single kernels, by device and engine. Of each kind of kernel and format three numbers
-are kept: seconds = fixed + hypot(bytes / (memory share x bandwidth), FLOPs / (compute share x peak)),
+the seconds of single kernels, by device and engine. Of each kind of kernel and format three
+numbers are kept,
+
+    seconds = fixed + hypot(bytes / (memory share x bandwidth), FLOPs / (compute share x peak)),
+
 those of least mean |log(predicted / measured)|. No run of a whole model is read here.
 """
 

@@ -327,6 +327,17 @@ def report(results: Sequence[Result]) -> dict[str, Any]:
     kept = [r for r in results if r.row.get("system") not in IN_VIEW]
     return {
         "groups": [summary(", ".join(key), group) for key, group in grouped(results).items()],
+        "models": [
+            summary(", ".join(key), group)
+            for key, group in grouped(
+                results,
+                lambda row: (
+                    row.get("model_path", ""),
+                    row.get("backend", ""),
+                    row.get("mode", ""),
+                ),
+            ).items()
+        ],
         "all": [
             summary("together", together),
             summary("disaggregated", apart),
@@ -380,7 +391,7 @@ def main() -> None:
         "| queued and waited, of queued; waited |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for row in [*found["groups"], *found["all"]]:
+    for row in [*found["groups"], *found["models"], *found["all"]]:
         print(_line(row))
     for reason, number in found["unplanned"].items():
         print(f"not planned, {number}: {reason}")

@@ -14,9 +14,11 @@ from shardwise.config import GIB, Memory, Plan
 from shardwise.console import count, gib, seconds
 from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, suggest
 from shardwise.planner.cost import Cost
+from shardwise.planner.formats import FORMATS
 from shardwise.planner.memory import state_bytes
 from shardwise.planner.serving_report import (
     capacity,
+    lever_notes,
     options_table,
     serving_headline,
     serving_speed,
@@ -126,6 +128,8 @@ def _serving_parts(answer: Answer, top: int) -> list[RenderableType]:
         parts.append(_cost_text(answer.cost))
     parts.append(Text("on one device, with other weights:"))
     parts.append(options_table([answer.single, *answer.levers], answer))
+    parts += [Text(f"  {note}", style="dim") for note in lever_notes(answer)]
+    parts.append(Text())
     if top > 1 and len(answer.ranked) > 1:
         parts.append(Text(f"the best {min(top, len(answer.ranked))}:"))
         parts.append(options_table(answer.ranked[:top], answer))
@@ -176,8 +180,16 @@ def plan_to_run(answer: Answer) -> Plan | None:
 
 
 def _lever(option: Option) -> dict[str, Any]:
-    served = {} if option.served is None else serving_time(option.served)
-    return {"option": option.name, "total": _gib(option.memory.total), **served}
+    one = {"option": option.name, "total": _gib(option.memory.total)}
+    if option.room is None:
+        return one
+    weights = option.plan.serve.weights or "bf16"
+    return {
+        **one,
+        "weights": weights,
+        "quality": FORMATS[weights].quality,
+        **serving_time(option.served),
+    }
 
 
 def _time(option: Option, answer: Answer) -> dict[str, Any]:

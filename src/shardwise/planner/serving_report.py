@@ -12,6 +12,7 @@ from rich.text import Text
 from shardwise.config import GIB
 from shardwise.console import count, gib, seconds
 from shardwise.planner.answer import Answer, Option
+from shardwise.planner.formats import FORMATS
 from shardwise.planner.serving import ServeTime
 from shardwise.planner.serving_search import PLANNED_ONLY, why_missed, why_not_run
 
@@ -130,6 +131,12 @@ def serving_row(option: Option, answer: Answer) -> dict[str, str]:
         "tpot": "-" if served is None else seconds(served.tpot_s),
         "rate": "-" if served is None else f"{served.output_tokens_per_s:,.0f}",
     }
+
+
+def lever_notes(answer: Answer) -> list[str]:
+    """What fewer bits cost in quality, and who says so."""
+    names = [option.plan.serve.weights or "bf16" for option in answer.levers]
+    return [f"{name}: {FORMATS[name].quality}" for name in names if name != "bf16"]
 
 
 def options_table(options: list[Option], answer: Answer) -> RenderableType:

@@ -114,7 +114,7 @@ def layer_parts(
 
 
 def _cached(facts: ModelFacts, tp: int) -> float:
-    """Values that a rank caches of a token in a layer: heads are not cut, a latent is everyone's."""
+    """Values that a rank caches of a token in a layer: heads are not cut, a latent is shared."""
     if facts.latent is not None:
         return facts.cache_size
     return facts.cache_size / min(tp, facts.num_kv_heads)
