@@ -18,7 +18,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -99,6 +99,12 @@ class Result:
         """Whether the measured time to the first token is long beside the answer's."""
         answer = _real(self.row, "osl") * self.measured_tpot_s
         return self.measured_ttft_s > _LONG * answer
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a CSV file, without lines that begin with a mark."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(line for line in file if line[:1] != "#"))
 
 
 def judge(row: Row) -> Result:
@@ -305,17 +311,13 @@ def summary(name: str, results: Sequence[Result]) -> dict[str, Any]:
 
 def grouped(
     results: Iterable[Result],
-    key: Callable[[Row], tuple[str, ...]] = lambda row: (
-        row.get("system", ""),
-        row.get("model_path", ""),
-        row.get("backend", ""),
-        row.get("mode", ""),
-    ),
+    columns: tuple[str, ...] = ("system", "model_path", "backend", "mode"),
 ) -> dict[tuple[str, ...], list[Result]]:
-    """Results by system, model, engine and mode."""
+    """Results that are alike in some columns."""
     found: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
-        found.setdefault(key(result.row), []).append(result)
+        key = tuple(result.row.get(name) or "" for name in columns)
+        found.setdefault(key, []).append(result)
     return dict(sorted(found.items()))
 
 
@@ -329,14 +331,7 @@ def report(results: Sequence[Result]) -> dict[str, Any]:
         "groups": [summary(", ".join(key), group) for key, group in grouped(results).items()],
         "models": [
             summary(", ".join(key), group)
-            for key, group in grouped(
-                results,
-                lambda row: (
-                    row.get("model_path", ""),
-                    row.get("backend", ""),
-                    row.get("mode", ""),
-                ),
-            ).items()
+            for key, group in grouped(results, ("model_path", "backend", "mode")).items()
         ],
         "all": [
             summary("together", together),
@@ -379,8 +374,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", help="only these")
     options = parser.parse_args()
     try:
-        with options.runs.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(line for line in file if line[:1] != "#"))
+        rows = read(options.runs)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         parser.error(f"cannot read {options.runs}: {error}")
     if options.systems:

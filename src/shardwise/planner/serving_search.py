@@ -319,8 +319,8 @@ def why_not_run(option: Option) -> str | None:
     context = option.plan.serve.context or option.facts.max_positions
     return (
         f"`shardwise serve` keeps room for one whole context of {context} tokens and needs "
-        f"{need / GIB:.2f} GiB for it, a device has {option.capacity / GIB:.2f} GiB; give a smaller "
-        "--context"
+        f"{need / GIB:.2f} GiB for it, a device has {option.capacity / GIB:.2f} GiB; give a "
+        "smaller --context"
     )
 
 
