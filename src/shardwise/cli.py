@@ -161,7 +161,8 @@ def plan(
     from shardwise.api import plan as make_plan
     from shardwise.planner.cost import Job, Rate, read_tokens
     from shardwise.planner.machine import load_machine
-    from shardwise.planner.report import plan_to_run, render, to_json
+    from shardwise.planner.report import render, to_json
+    from shardwise.planner.serving_report import plan_to_run
     from shardwise.planner.serving_search import why_not_run
 
     if tokens is not None and rows is not None:

@@ -24,9 +24,10 @@ from shardwise.planner.devices import parse_devices
 from shardwise.planner.formats import FORMATS
 from shardwise.planner.kernels import Engine, engine
 from shardwise.planner.page import page
-from shardwise.planner.report import plan_to_run, render, to_json
+from shardwise.planner.report import render, to_json
 from shardwise.planner.serving import Server, ServeTime
 from shardwise.planner.serving_memory import Deployment, Load
+from shardwise.planner.serving_report import plan_to_run
 from shardwise.planner.serving_search import serving_layouts, why_not_served
 from shardwise.planner.serving_work import touched
 
@@ -339,8 +340,8 @@ def test_the_referee_s_bounds(referee: dict[str, Any]) -> None:
     assert rows["kept back"]["tpot_median"] < 0.16
     models = {row["name"]: row for row in referee["models"]}
     for name in (
-        "meta-llama/Llama-3.1-70B, vllm, agg",
-        "meta-llama/Llama-3.1-8B-Instruct, trtllm, agg",
+        "Llama-3.1-70B, vllm, agg",
+        "Llama-3.1-8B-Instruct, trtllm, agg",
     ):
         assert models[f"meta-llama/{name}"]["tpot_mean"] < 0.12
     assert whole["rows"] == whole["planned"] + sum(referee["unplanned"].values())

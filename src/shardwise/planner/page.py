@@ -14,8 +14,8 @@ from shardwise.console import count, seconds
 from shardwise.planner.answer import Answer, Option
 from shardwise.planner.drawing import draw_pipeline
 from shardwise.planner.placement import nodes_of
-from shardwise.planner.report import PARTS, TASKS, headline, plan_to_run, verdict_text
-from shardwise.planner.serving_report import lever_notes, serving_row
+from shardwise.planner.report import PARTS, TASKS, headline, verdict_text
+from shardwise.planner.serving_report import lever_notes, plan_to_run, serving_row
 from shardwise.planner.timing import StepTime
 
 _TEMPLATE = "page.html.j2"

@@ -10,22 +10,22 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config import GIB, Memory, Plan
+from shardwise.config import GIB, Memory
 from shardwise.console import count, gib, seconds
 from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, suggest
 from shardwise.planner.cost import Cost
-from shardwise.planner.formats import FORMATS
 from shardwise.planner.memory import state_bytes
 from shardwise.planner.serving_report import (
     capacity,
+    lever_data,
     lever_notes,
     options_table,
+    plan_to_run,
     serving_headline,
     serving_speed,
     serving_time,
     serving_verdict,
 )
-from shardwise.planner.serving_search import runnable, why_not_run
 from shardwise.planner.timing import StepTime
 from shardwise.planner.traffic import traffic
 
@@ -158,7 +158,7 @@ def to_json(answer: Answer, *, top: int = 1) -> dict[str, Any]:
         "capacity": capacity(shown, answer) if answer.load is not None else None,
         "cost": _cost(answer.cost),
         "ranked": [_summary(option, answer) for option in answer.ranked[:top]],
-        "levers": [_lever(option) for option in answer.levers],
+        "levers": [lever_data(option) for option in answer.levers],
         "rejected": [{"option": name, "reason": reason} for name, reason in answer.rejected],
         "evidence": {
             "memory": predicted.memory_evidence if predicted else MEMORY_EVIDENCE,
@@ -168,27 +168,6 @@ def to_json(answer: Answer, *, top: int = 1) -> dict[str, Any]:
         "parameters": answer.facts.num_parameters,
         "trained_parameters": answer.facts.num_trained_parameters,
         "plan": None if written is None else written.model_dump(exclude_none=True),
-    }
-
-
-def plan_to_run(answer: Answer) -> Plan | None:
-    """What a plan file holds; None where nothing was chosen, or nothing that Shardwise can run."""
-    chosen = answer.chosen
-    if chosen is None or answer.load is None:
-        return None if chosen is None else chosen.plan
-    return None if why_not_run(chosen) is not None else runnable(chosen)
-
-
-def _lever(option: Option) -> dict[str, Any]:
-    one = {"option": option.name, "total": _gib(option.memory.total)}
-    if option.room is None:
-        return one
-    weights = option.plan.serve.weights or "bf16"
-    return {
-        **one,
-        "weights": weights,
-        "quality": FORMATS[weights].quality,
-        **serving_time(option.served),
     }
 
 

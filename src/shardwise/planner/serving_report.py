@@ -9,12 +9,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config import GIB
+from shardwise.config import GIB, Plan
 from shardwise.console import count, gib, seconds
 from shardwise.planner.answer import Answer, Option
 from shardwise.planner.formats import FORMATS
 from shardwise.planner.serving import ServeTime
-from shardwise.planner.serving_search import PLANNED_ONLY, why_missed, why_not_run
+from shardwise.planner.serving_search import PLANNED_ONLY, runnable, why_missed, why_not_run
 
 
 def serving_verdict(answer: Answer) -> str:
@@ -178,3 +178,25 @@ def serving_speed(option: Option, answer: Answer) -> RenderableType:
     )
     rows.append(Text(f"{evidence}\n", style="dim"))
     return Group(*rows)
+
+
+def plan_to_run(answer: Answer) -> Plan | None:
+    """What a plan file holds; None where nothing was chosen, or nothing that Shardwise can run."""
+    chosen = answer.chosen
+    if chosen is None or answer.load is None:
+        return None if chosen is None else chosen.plan
+    return None if why_not_run(chosen) is not None else runnable(chosen)
+
+
+def lever_data(option: Option) -> dict[str, Any]:
+    """For `--json`."""
+    one = {"option": option.name, "total": round(option.memory.total / GIB, 4)}
+    if option.room is None:
+        return one
+    weights = option.plan.serve.weights or "bf16"
+    return {
+        **one,
+        "weights": weights,
+        "quality": FORMATS[weights].quality,
+        **serving_time(option.served),
+    }
