@@ -61,8 +61,8 @@ _WAVES = 10
 """requests of a benchmark for each one that it keeps under way: it sends the first all at once"""
 _TIE = 0.05
 """times to the first token that are nearer than this have no order"""
-_LONG = 0.25
-"""of the time of the whole answer: a time to the first token that is longer shows waiting"""
+_LONG_S = 15.0
+"""a measured time to the first token that is longer shows waiting: no prompt here takes so long"""
 
 
 class Unplanned(Exception):
@@ -96,9 +96,8 @@ class Result:
 
     @property
     def waited(self) -> bool:
-        """Whether the measured time to the first token is long beside the answer's."""
-        answer = _real(self.row, "osl") * self.measured_tpot_s
-        return self.measured_ttft_s > _LONG * answer
+        """Whether the measured time to the first token is that of a queue."""
+        return self.measured_ttft_s > _LONG_S
 
 
 def read(path: Path) -> list[Row]:
@@ -172,11 +171,14 @@ def _load(row: Row) -> Load:
     batch = _whole(row, "batch_size")
     if stated is None and batch is None:
         raise Unplanned("the number of requests at a time is not given")
+    lengths = [int(_real(row, name)) for name in ("isl", "osl")]
+    if min(lengths) < 1:
+        raise Unplanned("a prompt or an answer of no tokens")
     number = int(stated[1]) if stated else (batch or 1) * (_whole(row, "attention_dp_size") or 1)
     return Load(
         concurrency=max(1, number),
-        prompt_len=int(_real(row, "isl")),
-        output_len=max(2, int(_real(row, "osl"))),
+        prompt_len=lengths[0],
+        output_len=max(2, lengths[1]),
     )
 
 
@@ -195,6 +197,7 @@ def _server(row: Row, facts: ModelFacts, side: str) -> Server:
         weights=weights,
         capacity=device.usable_gib * GIB,
         cache_bytes=2 if weights == "bf16" else 1,
+        keeps_of_rest=row.get("backend") == "trtllm",
     )
 
 
@@ -266,9 +269,12 @@ def _whole(row: Row, name: str) -> int | None:
     """A number of ranks or requests; None where the row has none."""
     text = (row.get(name) or "").strip()
     try:
-        return int(float(text)) if text else None
+        value = int(float(text)) if text else None
     except (ValueError, OverflowError):
         raise Unplanned(f"{name}={text} is no number") from None
+    if value is not None and value < 0:
+        raise Unplanned(f"{name}={text} is no number")
+    return value
 
 
 def in_order(results: Sequence[Result]) -> tuple[int, int]:

@@ -98,6 +98,9 @@ class Deployment:
     """bytes of a device"""
     cache_bytes: int | None = None
     """of a value of the cache; None: as engines do"""
+    keeps_of_rest: bool = False
+    """whether a tenth of what is left is kept back (TensorRT-LLM's free_gpu_memory_fraction), and
+    not a tenth of the device (vLLM)"""
 
     @property
     def fmt(self) -> Format:
@@ -130,11 +133,14 @@ class Deployment:
         width = max(facts.intermediate_size, facts.expert_width * facts.experts_per_token)
         kept = (2 * facts.hidden_size + (2 * width + facts.q_size) / self.layout.tp) * BF16
         whole = sum(n * parts.cache_bytes for window, parts, n in layers if window is None)
+        activations, logits = min(CHUNK_TOKENS, load.prompt_len) * kept, 2 * 4 * facts.vocab_size
+        used = weights + tables * table + activations + logits + RUNTIME_BYTES
+        whole_or_rest = max(0.0, self.capacity - used) if self.keeps_of_rest else self.capacity
         return Room(
             weights=int(weights + tables * table),
-            activations=int(min(CHUNK_TOKENS, load.prompt_len) * kept),
-            logits=2 * 4 * facts.vocab_size,
-            reserve=int(RUNTIME_BYTES + KEPT_BACK * self.capacity),
+            activations=int(activations),
+            logits=logits,
+            reserve=int(RUNTIME_BYTES + KEPT_BACK * whole_or_rest),
             capacity=self.capacity,
             token_bytes=share * whole,
             request_bytes=share * sum(n * parts.state_bytes for _, parts, n in layers),
