@@ -121,8 +121,10 @@ def _served(
     """A server on accelerators, and what its output costs."""
     known = engine(speeds, catalog) if isinstance(speeds, Accelerator) else _why_unknown(speeds)
     answer = search_serving(plan, facts, known, fixed=fixed)
-    served = None if answer.chosen is None else answer.chosen.served
-    return answer, cost_of_serving(served, job)
+    chosen = answer.chosen
+    if chosen is None:
+        return answer, None
+    return answer, cost_of_serving(chosen.served, chosen.num_devices, job)
 
 
 def _why_unknown(speeds: Speeds | str | None) -> str:

@@ -227,6 +227,16 @@ def test_the_answer_says_speed_room_money_and_why_others_lost() -> None:
     assert render(answer, top=3) is not None
 
 
+def test_idle_devices_are_paid_for() -> None:
+    job = Job(tokens=1e9, rate=Rate.given(2.0))
+    half = ask("llama-3.1-8b", "8xH100-80GB", layout=Layout(tp=4), job=job)
+    full = ask("llama-3.1-8b", "4xH100-80GB", layout=Layout(tp=4), job=job)
+    assert half.cost is not None
+    assert full.cost is not None
+    assert half.cost.usd == pytest.approx(2 * (full.cost.usd or 0))
+    assert half.cost.hours == full.cost.hours
+
+
 def test_targets_reject_with_the_number() -> None:
     settings = ("weights=fp8", "concurrency=64", "tpot_ms=16")
     answer = ask("llama-3.1-70b", "8xH100-80GB", *settings)

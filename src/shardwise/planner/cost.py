@@ -107,8 +107,11 @@ def cost_of(plan: Plan, step_s: float | None, job: Job) -> Cost | None:
     )
 
 
-def cost_of_serving(served: ServeTime | None, job: Job) -> Cost | None:
+def cost_of_serving(served: ServeTime | None, num_devices: int, job: Job) -> Cost | None:
     """What output tokens take of a server that is as busy as its load makes it.
+
+    Args:
+        num_devices: that are paid for, busy or not.
 
     Returns:
         None if nothing can be said: no speed, or neither an amount nor a price.
@@ -119,7 +122,7 @@ def cost_of_serving(served: ServeTime | None, job: Job) -> Cost | None:
     hours = None if job.tokens is None else job.tokens * hours_per_token
     usd = None
     if job.rate is not None:
-        usd = hours_per_token * served.num_devices * job.rate.usd_per_device_hour
+        usd = hours_per_token * num_devices * job.rate.usd_per_device_hour
     return Cost(
         tokens=job.tokens,
         hours=hours,
