@@ -15,6 +15,9 @@ from shardwise.planner.network import Group, Op
 
 ENGINES = ("vllm", "trtllm", "sglang")
 KINDS = ("product", "experts", "cached attention", "latent attention", "prompt attention")
+_MOST_ERROR = 0.25
+"""that a row may leave on its kernels, unless no other engine's leaves a quarter less"""
+_BETTER = 0.75
 SMALL_S = 3e-6
 """of a kernel that does next to nothing, in a graph that the host has recorded: AIConfigurator's
 `mem_empirical_constant_latency`, systems/*.yaml; norms, rotary embedding, copies into the cache"""
@@ -73,7 +76,8 @@ def engine(speeds: Accelerator, catalog: Catalog, software: str = ENGINES[0]) ->
     """The kernels of a device, or the reason why they are not known.
 
     Args:
-        software: whose kernels; what was not measured of it is taken from another engine.
+        software: whose kernels; what was not measured of it, or is not described well by three
+            numbers, is taken from another engine.
     """
     device = speeds.device
     names = [name for name in (device.name, device.like) if name and name in catalog.kernels]
@@ -81,10 +85,10 @@ def engine(speeds: Accelerator, catalog: Catalog, software: str = ENGINES[0]) ->
         return f"no measured kernels of inference engines for {device.name} in the catalogue"
     rows: dict[tuple[str, str], KernelRow] = {}
     order = [software, *(name for name in ENGINES if name != software)]
-    for (_, kind, fmt), row in sorted(
-        catalog.kernels[names[0]].items(), key=lambda item: order.index(item[0][0])
-    ):
-        rows.setdefault((kind, fmt), row)
+    for row in sorted(catalog.kernels[names[0]].values(), key=lambda row: order.index(row.engine)):
+        kept = rows.setdefault((row.kind, row.format), row)
+        if kept.error > _MOST_ERROR and row.error < _BETTER * kept.error:
+            rows[row.kind, row.format] = row
     missing = [kind for kind in KINDS if (kind, "bf16") not in rows]
     if missing:
         return f"no measured kernels of {missing[0]} for {device.name} in the catalogue"

@@ -230,8 +230,8 @@ def evidence(engine: Engine) -> str:
 
 
 ERROR = (
-    "half of the measured runs of engines are within 15% between two tokens and nine of ten within "
-    "45%; times to the first token are right in order more than in size"
+    "half of the measured runs of engines are within 12% between two tokens and nine of ten within "
+    "37%; times to the first token are right in order more than in size"
 )
 
 
