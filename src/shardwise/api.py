@@ -21,7 +21,7 @@ from shardwise.planner.kernels import engine
 from shardwise.planner.machine import Machine
 from shardwise.planner.search import search
 from shardwise.planner.serving_report import serving_notes
-from shardwise.planner.serving_search import search_serving
+from shardwise.planner.serving_search import LOAD_KEYS, search_serving
 from shardwise.planner.speeds import Speeds
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from shardwise.parallel.mesh import Mesh
-
-
-_LOAD = ("weights", "concurrency", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
-"""keys of `serve` that plan many requests at a time"""
 
 
 def plan(
@@ -135,7 +131,7 @@ def _why_unknown(speeds: Speeds | str | None) -> str:
 
 def _check_no_load(plan: Plan) -> None:
     """On a CPU, or in training, nothing is known of many requests."""
-    given = [name for name in _LOAD if name in plan.serve.model_fields_set]
+    given = [name for name in LOAD_KEYS if name in plan.serve.model_fields_set]
     if given and (plan.task != "serve" or plan.devices.kind == "cpu"):
         where = f"--task {plan.task}" if plan.task != "serve" else "cpu devices"
         raise UserError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from shardwise.catalog import Catalog, Curve, KernelRow
 from shardwise.planner.accelerator import Accelerator
@@ -53,23 +52,14 @@ class Engine:
         names = [fmt.name, *(["fp8"] if fmt.name == "int8" else []), "bf16"]
         return next(self.rows[kind, name] for name in names if (kind, name) in self.rows)
 
-    def moving(self, num_bytes: float) -> float:
-        """Of element-wise operations over so many bytes."""
-        return self.speeds.memory_s(num_bytes)
-
     def collective_s(self, op: Op, num_bytes: float, group: Group) -> float:
         """Of a collective over a tensor of so many bytes: the faster of the engine's kernel and
-        NCCL's, as both engines choose."""
+        NCCL's, as engines choose."""
         usual = self.speeds.collective_s(op, num_bytes, group)
         if op != "all_reduce" or group.size == 1 or group.crosses:
             return usual
         sizes = [n for n in self.reductions if n >= group.size]
         return min(usual, at(self.reductions[min(sizes)], num_bytes)) if sizes else usual
-
-    @cached_property
-    def error(self) -> float:
-        """Mean error that the rows leave on the kernels they are of."""
-        return sum(row.error for row in self.rows.values()) / len(self.rows)
 
 
 def engine(speeds: Accelerator, catalog: Catalog, software: str = ENGINES[0]) -> Engine | str:

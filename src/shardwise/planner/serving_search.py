@@ -19,7 +19,16 @@ from shardwise.planner.serving_memory import Deployment, Load, Room
 _LEVERS = ("bf16", "fp8", "int8", "int4")
 _EVEN = 0.03
 """rates that are nearer to each other than this are taken for equal: the error is larger"""
-_AXES = ("tp", "ep", "pp", "dp")
+_MEMORY = (
+    "analytic: weights and cache by count; a tenth of the device is kept back, as vLLM does, and "
+    "1 GiB for its context"
+)
+_ERROR = (
+    "half of the measured runs of engines are within 12% between two tokens and nine of ten within "
+    "37%; times to the first token are right in order more than in size"
+)
+LOAD_KEYS = ("weights", "concurrency", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
+"""of `serve`: what is planned of a load, and not run"""
 PLANNED_ONLY = (
     "planned for an engine with continuous batching, like vLLM, SGLang or TensorRT-LLM; "
     "`shardwise serve` answers one request at a time so far, in bf16 or fp32, over tp alone"
@@ -202,7 +211,7 @@ def _option(
     memory = _memory(room, load, layout)
     serve = plan.serve.model_copy(update={"weights": weights})
     why = engine if isinstance(engine, str) else evidence(engine)
-    predicted = Prediction(memory=memory, memory_evidence=MEMORY, step_evidence=why)
+    predicted = Prediction(memory=memory, memory_evidence=_MEMORY, step_evidence=why)
     changes = {"layout": layout, "serve": serve, "predicted": predicted}
     return Option(
         name=name,
@@ -218,21 +227,9 @@ def _option(
     )
 
 
-MEMORY = (
-    "analytic: weights and cache by count; a tenth of the device is kept back, as vLLM does, and "
-    "1 GiB for its context"
-)
-
-
 def evidence(engine: Engine) -> str:
     """What times rest on."""
-    return f"analytic: single {engine.sources} ({engine.speeds.sources}); {ERROR}"
-
-
-ERROR = (
-    "half of the measured runs of engines are within 12% between two tokens and nine of ten within "
-    "37%; times to the first token are right in order more than in size"
-)
+    return f"analytic: single {engine.sources} ({engine.speeds.sources}); {_ERROR}"
 
 
 def _memory(room: Room, load: Load, layout: Layout) -> Memory:
@@ -327,8 +324,7 @@ def why_not_run(option: Option) -> str | None:
 def runnable(option: Option) -> Plan:
     """The plan of an option for Shardwise's own server, which takes one request at a time."""
     plan = option.plan
-    load = ("weights", "concurrency", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
-    kept = {name: getattr(plan.serve, name) for name in plan.serve.model_fields_set - {*load}}
+    kept = {name: getattr(plan.serve, name) for name in plan.serve.model_fields_set - {*LOAD_KEYS}}
     plan = plan.model_copy(update={"serve": Serve(**kept)})
     memory = predict_memory(plan, option.facts)
     found = Prediction(memory=memory, memory_evidence=MEMORY_EVIDENCE, step_evidence=PLANNED_ONLY)
