@@ -305,6 +305,29 @@ def test_bad_input_is_one_line(gpus: str, settings: list[str], words: list[str])
     assert all(word in str(error.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(tp=3), ["tp=3", "32 attention heads"]),
+        (Layout(tp=16), ["16 devices", "8"]),
+        (Layout(fsdp=8), ["fsdp=1"]),
+        (Layout(ep=2), ["no experts", "ep=1"]),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_in_one_line(layout: Layout, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        ask("llama-3.1-8b", "8xH100-80GB", layout=layout)
+    assert "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_serving_in_fp32_is_refused() -> None:
+    with pytest.raises(UserError, match="planned in bf16"):
+        shardwise.plan(
+            "llama-3.1-8b", task="serve", gpus="1xL40S", overrides=["precision.compute=fp32"]
+        )
+
+
 def test_few_bits_are_refused_by_the_server() -> None:
     from shardwise.config import Plan, Serve
     from shardwise.launch.start import start_serve

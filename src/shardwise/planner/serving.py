@@ -19,8 +19,8 @@ from shardwise.planner.serving_work import BF16, LayerParts, messages, touched
 _SAMPLING_KERNELS = 10
 """of a pass, outside the layers: embedding, last norm, logits, penalties, softmax, choice"""
 _MOVED_WIDTHS = 9
-"""times the hidden size: numbers that a layer's element-wise kernels read and write for a token of a
-prompt (`planner.work` counts them)"""
+"""times the hidden size: numbers that a layer's element-wise kernels read and write for a token of
+a prompt (`planner.work` counts them)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +176,8 @@ class Server(Deployment):
             weights += count * products
             attention += count * self._attention(kind, parts, batch, context, tokens, seen)
             moved = _MOVED_WIDTHS * self.facts.hidden_size * BF16 * tokens
-            kernels += count * (
-                starts + parts.small_kernels * SMALL_S + self.engine.speeds.memory_s(moved)
-            )
+            small = parts.small_kernels * SMALL_S + self.engine.speeds.memory_s(moved)
+            kernels += count * (starts + small)
             collectives += count * self._messages(kind, batch + tokens)
         head, gathered = self._head(batch + (1 if tokens else 0))
         send = 0.0

@@ -70,6 +70,7 @@ def search_serving(plan: Plan, facts: ModelFacts, engine: Engine | str, *, fixed
     Raises:
         UserError: the load or the layout is not possible for the model.
     """
+    _check(plan, facts, fixed=fixed)
     load = load_of(plan, facts)
     count = plan.devices.count or plan.layout.world_size
     asked = plan.serve.weights or "bf16"
@@ -80,15 +81,6 @@ def search_serving(plan: Plan, facts: ModelFacts, engine: Engine | str, *, fixed
         for name in _LEVERS
         if name != asked
     ]
-    if fixed:
-        reason = why_not_served(plan.layout, facts)
-        if reason is not None:
-            raise UserError(f"layout {reason}.")
-        if plan.layout.world_size > count:
-            raise UserError(
-                f"layout {plan.layout} needs {plan.layout.world_size} devices, the plan has "
-                f"{count}; set devices.count={plan.layout.world_size}, or a smaller layout."
-            )
     layouts = [plan.layout] if fixed else list(serving_layouts(facts, count))
     options = [single] if not fixed and count == 1 else []
     options += [
@@ -122,6 +114,25 @@ def search_serving(plan: Plan, facts: ModelFacts, engine: Engine | str, *, fixed
         load=load,
         missed=[option for option, _ in missed],
     )
+
+
+def _check(plan: Plan, facts: ModelFacts, *, fixed: bool) -> None:
+    """Refuse what no engine can have."""
+    if plan.precision.compute == "fp32":
+        raise UserError(
+            "precision.compute=fp32: serving on accelerators is planned in bf16; leave it out."
+        )
+    if not fixed:
+        return
+    reason = why_not_served(plan.layout, facts)
+    if reason is not None:
+        raise UserError(f"layout {reason}.")
+    count, size = plan.devices.count or plan.layout.world_size, plan.layout.world_size
+    if size > count:
+        raise UserError(
+            f"layout {plan.layout} needs {size} devices, the plan has {count}; set "
+            f"devices.count={size}, or a smaller layout."
+        )
 
 
 def _verdict(single: Option, levers: list[Option], chosen: Option | None) -> Verdict:
