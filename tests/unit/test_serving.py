@@ -413,3 +413,20 @@ def test_waiting_is_recognised_by_the_referee() -> None:
     assert result.queued > 0
     assert result.waited
     assert result.ttft_s == pytest.approx(369, rel=0.7)
+
+
+def test_a_catalogue_of_yours_replaces_kernels(tmp_path: Path) -> None:
+    """Ten times the fixed time of each product; and names that are none."""
+    row = load_catalog().kernels["H100-80GB"]["vllm", "product", "bf16"].model_dump()
+    slow, wrong = tmp_path / "slow.yaml", tmp_path / "wrong.yaml"
+    slow.write_text(json.dumps({"kernels": [{**row, "fixed_us": 10 * row["fixed_us"]}]}))
+    wrong.write_text(json.dumps({"kernels": [{**row, "engine": "mine"}]}))
+    usual, slower = (
+        to_json(ask("llama-3.1-8b", "1xH100-80GB", catalog_file=file))["time"]["decode_ms"]
+        for file in (None, slow)
+    )
+    # queries, keys and values at once, output, gate and up at once, down: 4 products in 32 layers
+    more = 9 * row["fixed_us"] * 4 * 32 / 1e3
+    assert slower["kernels"] - usual["kernels"] == pytest.approx(more)
+    with pytest.raises(UserError, match="mine"):
+        ask("llama-3.1-8b", "1xH100-80GB", catalog_file=wrong)

@@ -81,11 +81,11 @@ class KernelRow(Config):
     FLOPs / (compute share x peak of the format))."""
 
     device: str
-    engine: str
-    """vllm, sglang or trtllm (TensorRT-LLM)"""
-    kind: str
-    """a product, all experts of a rank, or attention: over a cache, a latent cache, a prompt"""
-    format: str
+    engine: Literal["vllm", "trtllm", "sglang"]
+    """the second is TensorRT-LLM"""
+    kind: Literal["product", "experts", "cached attention", "latent attention", "prompt attention"]
+    """of attention: over a cache, a latent cache, a prompt; experts: all of a rank"""
+    format: Literal["bf16", "fp8", "int8", "int4", "fp4", "mxfp4"]
     fixed_us: float = Field(ge=0)
     memory_share: float = Field(gt=0, le=1)
     compute_share: float = Field(gt=0, le=1)
