@@ -161,6 +161,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM4": ("Glm4Config", {"tie_word_embeddings": False, "head_dim": 24}),
     "GLMM": ("Glm4MoeConfig", {**GLM_MOE, "use_qk_norm": True}),
     "GLMA": ("Glm4MoeConfig", GLM_MOE),  # as GLM-4.5-Air, without norms of queries and keys
+    "MM2": (
+        "MiniMaxM2Config",
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "L4": ("Llama4TextConfig", LLAMA_4),
     "Q3N": ("Qwen3NextConfig", LINEAR_MOE),
     "Q35": ("Qwen3_5TextConfig", LINEAR),

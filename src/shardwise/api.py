@@ -13,13 +13,16 @@ from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.lookup import local_model, look_up
 from shardwise.models.read import with_adapters_of
-from shardwise.planner.accelerator import SET_NETWORK, accelerator
+from shardwise.planner.accelerator import SET_NETWORK, Accelerator, accelerator
 from shardwise.planner.answer import Answer
-from shardwise.planner.cost import Job, Rate, cost_of
+from shardwise.planner.cost import Cost, Job, Rate, cost_of, cost_of_serving
 from shardwise.planner.devices import parse_devices
+from shardwise.planner.kernels import engine
 from shardwise.planner.machine import Machine
 from shardwise.planner.rent import Limits, Rentals, find_rentals
 from shardwise.planner.search import search
+from shardwise.planner.serving_report import serving_notes
+from shardwise.planner.serving_search import LOAD_KEYS, search_serving
 from shardwise.planner.speeds import Speeds
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
@@ -50,7 +53,8 @@ def plan(
     Args:
         model: directory with config.json (or of adapters), that file, a GGUF file, a hub id, or a
             name of the catalogue (weights are not needed for planning).
-        task: "full" fine-tuning, adapters alone ("lora"), or "serve".
+        task: "full" fine-tuning, adapters alone ("lora"), or "serve": on accelerators planned for
+            an engine with continuous batching, under the load that keys of `serve` say.
         gpus: devices, like "cpu:2", "8xH100-80GB" or, nodes x devices, "2x8xH100-80GB". None:
             those of `instance`, or "cpu:1".
         instance: what is rented, like "aws:p5.48xlarge@us-east-1": devices, network and price.
@@ -60,7 +64,7 @@ def plan(
         layout: judge this layout (or that of `overrides`) instead of searching for one.
         machine: measured speeds, for step times; None: the catalogue's, for an accelerator.
         overrides: plan values as "train.seq_len=256".
-        job: how much is to be trained, and at which price.
+        job: how much is to be trained (or answered), and at which price.
         catalog_file: YAML that replaces facts of the catalogue.
 
     Returns:
@@ -89,12 +93,17 @@ def plan(
     unknown = price is not None and num_instances > 1 and asked.devices.network_gbit is None
     if machine is None and unknown:  # what the catalogue has is of another machine
         speeds = f"the network of {instance} is not known: {SET_NETWORK}"
-    known = catalog.devices.get(asked.devices.kind)
-    node = None if known is None else asked.devices.node(known.per_node)
-    answer = search(asked, facts, speeds, fixed=fixed, node=node)
-    chosen = answer.chosen
-    cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
-    notes = found.notes
+    if task == "serve" and asked.devices.kind != "cpu":
+        answer, cost = _served(asked, facts, speeds, catalog, job, fixed=fixed)
+        notes = found.notes + serving_notes(answer)
+    else:
+        _check_no_load(asked)
+        known = catalog.devices.get(asked.devices.kind)
+        node = None if known is None else asked.devices.node(known.per_node)
+        answer = search(asked, facts, speeds, fixed=fixed, node=node)
+        chosen = answer.chosen
+        cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
+        notes = found.notes
     if found.directory is not None:
         notes += _weight_notes(found.directory, found.facts)
     if cost is None and job != Job():
@@ -145,6 +154,41 @@ def find_gpus(
         return replace(answer, cost=cost)
 
     return find_rentals(load_catalog(catalog_file).prices, answer_of, limits or Limits())
+
+
+def _served(
+    plan: Plan,
+    facts: ModelFacts,
+    speeds: Speeds | str | None,
+    catalog: Catalog,
+    job: Job,
+    *,
+    fixed: bool,
+) -> tuple[Answer, Cost | None]:
+    """A server on accelerators, and what its output costs."""
+    known = engine(speeds, catalog) if isinstance(speeds, Accelerator) else _why_unknown(speeds)
+    answer = search_serving(plan, facts, known, fixed=fixed)
+    chosen = answer.chosen
+    if chosen is None:
+        return answer, None
+    return answer, cost_of_serving(chosen.served, chosen.num_devices, job)
+
+
+def _why_unknown(speeds: Speeds | str | None) -> str:
+    if isinstance(speeds, str):
+        return speeds
+    return "a probe measures no kernels of inference engines; leave --cluster out"
+
+
+def _check_no_load(plan: Plan) -> None:
+    """On a CPU, or in training, nothing is known of many requests."""
+    given = [name for name in LOAD_KEYS if name in plan.serve.model_fields_set]
+    if given and (plan.task != "serve" or plan.devices.kind == "cpu"):
+        where = f"--task {plan.task}" if plan.task != "serve" else "cpu devices"
+        raise UserError(
+            f"serve.{given[0]} is of --task serve on accelerators of the catalogue, this is of "
+            f"{where}; leave it out, or give --task serve --gpus 1xH100-80GB."
+        )
 
 
 def _price(catalog: Catalog, instance: str, count: int, gpus: str | None) -> Price:

@@ -73,6 +73,8 @@ def shardwise(
         "shardwise plan llama-3.1-8b --gpus 2x8xH100-80GB --seq-len 8192 --global-batch 64",
         "shardwise plan llama-3.1-8b --instance aws:p5.48xlarge@us-east-1 --count 2 "
         "--tokens 1.5B --top 3",
+        "shardwise plan llama-3.1-70b --task serve --gpus 8xH100-80GB --weights fp8 "
+        "--concurrency 64 --prompt-len 1024 --output-len 512 --ttft 2000 --top 3",
     )
 )
 def plan(
@@ -102,13 +104,25 @@ def plan(
     micro_batch: Annotated[int | None, typer.Option(help="Rows of one pass, at most.")] = None,
     precision: Annotated[str | None, typer.Option(help="Compute dtype: fp32 or bf16.")] = None,
     context: Annotated[
-        int | None, typer.Option(help="Serving: prompt and answer in tokens.")
+        int | None, typer.Option(help="Serving: prompt and answer in tokens, at most.")
     ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Serving on accelerators: requests at a time; 1 by default.")
+    ] = None,
+    prompt_len: Annotated[int | None, typer.Option(help="Mean tokens of a prompt.")] = None,
+    output_len: Annotated[int | None, typer.Option(help="Mean tokens of an answer.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Planned, not run: bf16, fp8, int8, int4, fp4 or mxfp4 weights."),
+    ] = None,
+    ttft: Annotated[float | None, typer.Option(help="Most milliseconds to a first token.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="Most milliseconds between tokens.")] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="Measured speeds, written by `shardwise probe`.")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens to train, like 1.5B: gives hours and, priced, USD.")
+        str | None,
+        typer.Option(help="Tokens to train (or to answer), like 1.5B: gives hours, priced USD."),
     ] = None,
     rows: Annotated[
         int | None, typer.Option(min=1, help="Or rows to train, each as long as --seq-len.")
@@ -162,6 +176,8 @@ def plan(
         rentals_json,
     )
     from shardwise.planner.report import render, to_json
+    from shardwise.planner.serving_report import plan_to_run
+    from shardwise.planner.serving_search import why_not_run
 
     if tokens is not None and rows is not None:
         raise UserError(f"--tokens {tokens} and --rows {rows} both say how much; give one.")
@@ -182,6 +198,12 @@ def plan(
         "train.epochs": epochs,
         "precision.compute": precision,
         "serve.context": context,
+        "serve.concurrency": concurrency,
+        "serve.prompt_len": prompt_len,
+        "serve.output_len": output_len,
+        "serve.weights": weights,
+        "serve.ttft_ms": ttft,
+        "serve.tpot_ms": tpot,
     }
     given = [f"{key}={value}" for key, value in shortcuts.items() if value is not None]
     rentals = None
@@ -232,14 +254,20 @@ def plan(
 
         _write(html, page(answer))
         written.append(html)
-    if out is not None and answer.chosen is not None:
-        _write(out, answer.chosen.plan.to_yaml())
+    to_run = plan_to_run(answer)
+    if out is not None and to_run is not None:
+        _write(out, to_run.to_yaml())
         written.append(out)
     if not as_json:
         for file in written:
             console.out.print(f"written: {file}")
     if answer.chosen is None:
         raise typer.Exit(1)
+    if out is not None and to_run is None:
+        raise UserError(
+            f"nothing is written to {out}: {why_not_run(answer.chosen)}; "
+            "`shardwise serve` runs bf16 with --layout tp=N or on one device."
+        )
 
 
 @app.command(

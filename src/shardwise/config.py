@@ -248,6 +248,23 @@ class Serve(Config):
         default=None, ge=2, description="prompt + answer in tokens; None: the model's own limit"
     )
     max_queue: int = Field(default=32, ge=1, description="waiting requests before HTTP 429")
+    weights: Literal["bf16", "fp8", "int8", "int4", "fp4", "mxfp4"] | None = Field(
+        default=None,
+        description="format of the weights; None: the compute dtype, the only one that is run",
+    )
+    concurrency: int = Field(
+        default=1, ge=1, description="requests that are there at a time; planning only, so is:"
+    )
+    prompt_len: int | None = Field(
+        default=None, ge=1, description="mean tokens of a prompt; None: 1024, or half the context"
+    )
+    output_len: int | None = Field(
+        default=None, ge=1, description="mean tokens of an answer; None: as the prompt"
+    )
+    ttft_ms: float | None = Field(
+        default=None, gt=0, description="most milliseconds to a first token"
+    )
+    tpot_ms: float | None = Field(default=None, gt=0, description="and between two tokens")
     timeout_s: float = Field(
         default=600.0, gt=0, description="a collective that waits longer fails"
     )

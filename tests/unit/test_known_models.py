@@ -70,6 +70,7 @@ ROUNDED: dict[str, float] = {
     "llama-4-scout": 109e9,
     "llama-4-maverick": 400e9,
     "kimi-k2": 1.0e12,
+    "minimax-m2.5": 230e9,
     "qwen3.5-397b-a17b": 397e9,
     "glm-4.5": 355e9,  # with the layer that predicts a second token, without the embedding
     "glm-4.5-air": 106e9,
@@ -101,6 +102,7 @@ MET: dict[str, tuple[str, int]] = {
     "kimi-k2": ("32", 1),
     "gpt-oss-20b": ("3.6", 1),
     "gpt-oss-120b": ("5.1", 1),
+    "minimax-m2.5": ("10", 1),
     "glm-4.5": ("32", 0),
     "glm-4.5-air": ("12", 0),
 }

@@ -135,6 +135,7 @@ def keep_like_the_kernels(monkeypatch: pytest.MonkeyPatch, model_type: str) -> N
         ("GLM4", "full_attention"),
         ("GLMM", "full_attention"),
         ("GLMA", "full_attention"),
+        ("MM2", "full_attention"),
         ("Q3N", "full_attention"),
         ("Q3N", "linear_attention"),
         ("Q35", "full_attention"),

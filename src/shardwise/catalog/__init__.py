@@ -1,7 +1,7 @@
 """Facts about the world: small files, each value with its source and date.
 
 A file of the user's may replace any of it: the same keys, under `devices`, `collectives`,
-`matmuls` and `prices`.
+`matmuls`, `kernels` and `prices`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.errors import UserError
 
 Curve = tuple[tuple[int, float], ...]
 """(bytes of the whole tensor, seconds) by size"""
-SECTIONS = ("devices", "collectives", "matmuls", "prices")
+SECTIONS = ("devices", "collectives", "matmuls", "kernels", "prices")
 
 
 class Device(Config):
@@ -76,6 +76,26 @@ class MatmulRow(Config):
     source: str
 
 
+class KernelRow(Config):
+    """Kernels of an inference engine: seconds = fixed + hypot(bytes / (memory share x bandwidth),
+    FLOPs / (compute share x peak of the format))."""
+
+    device: str
+    engine: Literal["vllm", "trtllm", "sglang"]
+    """the second is TensorRT-LLM"""
+    kind: Literal["product", "experts", "cached attention", "latent attention", "prompt attention"]
+    """of attention: over a cache, a latent cache, a prompt; experts: all of a rank"""
+    format: Literal["bf16", "fp8", "int8", "int4", "fp4", "mxfp4"]
+    fixed_us: float = Field(ge=0)
+    memory_share: float = Field(gt=0, le=1)
+    compute_share: float = Field(gt=0, le=1)
+    peak: Literal["bf16", "fp8", "fp4"]
+    error: float = Field(ge=0)
+    """mean |log(predicted / measured)| over the kernels that it is of"""
+    version: str
+    """of the engine"""
+
+
 class Price(Config):
     """What one instance costs."""
 
@@ -110,6 +130,10 @@ class Catalog:
     prices: tuple[Price, ...]
     sources: Mapping[str, str]
     """device -> where its measured tables are from"""
+    kernels: Mapping[str, Mapping[tuple[str, str, str], KernelRow]]
+    """device -> (engine, kind, format) -> kernels of inference engines"""
+    reductions: Mapping[str, Mapping[int, Curve]]
+    """device -> ranks -> measured all-reduces of an inference engine inside a node"""
 
 
 R = TypeVar("R", bound=Config)
@@ -120,9 +144,9 @@ def load_catalog(path: Path | None = None) -> Catalog:
     """The catalogue, with what a file of the user's replaces.
 
     Args:
-        path: YAML with lists under `devices`, `collectives`, `matmuls`, `prices`. A device or a
-            price replaces the one of the same name; measured rows replace the whole curve, or
-            table of products, that they are of.
+        path: YAML with lists under `devices`, `collectives`, `matmuls`, `kernels`, `prices`. A
+            device, a price or a kind of kernel replaces the one of the same name; other measured
+            rows replace the whole curve, or table of products, that they are of.
 
     Raises:
         UserError: the file cannot be read, or a row of it is wrong or contradicts itself.
@@ -148,6 +172,8 @@ def load_catalog(path: Path | None = None) -> Catalog:
         matmuls=matmuls | {device: tuple(sorted(rows)) for device, rows in replaced.items()},
         prices=tuple(prices.values()),
         sources=sources,
+        kernels=_kernels(given),
+        reductions=_read_reductions(),
     )
 
 
@@ -255,6 +281,30 @@ def _read_measured() -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     for name, text in _sources("collectives.csv").items():
         sources[name] = "; ".join([*([sources[name]] if name in sources else []), text])
     return collectives, {device: tuple(sorted(rows)) for device, rows in matmuls.items()}, sources
+
+
+def _kernels(given: Mapping[str, Any]) -> dict[str, dict[tuple[str, str, str], KernelRow]]:
+    """Of the table, with the rows that a user replaces."""
+    found: dict[str, dict[tuple[str, str, str], KernelRow]] = {}
+    numbers = ("fixed_us", "memory_share", "compute_share", "error")
+    for text in _table("kernels.csv"):
+        data = {**text, **{name: float(text[name]) for name in numbers}}
+        row = parse(KernelRow, data, source="kernels.csv")
+        found.setdefault(row.device, {})[row.engine, row.kind, row.format] = row
+    for row in _parsed(KernelRow, given, "kernels"):
+        found.setdefault(row.device, {})[row.engine, row.kind, row.format] = row
+    return found
+
+
+def _read_reductions() -> dict[str, dict[int, Curve]]:
+    points: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for row in _table("reductions.csv"):
+        key = (row["device"], int(row["ranks"]))
+        points.setdefault(key, []).append((int(row["bytes"]), float(row["seconds"])))
+    found: dict[str, dict[int, Curve]] = {}
+    for (device, ranks), curve in points.items():
+        found.setdefault(device, {})[ranks] = tuple(sorted(curve))
+    return found
 
 
 def _read_prices() -> list[Price]:

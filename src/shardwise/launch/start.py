@@ -128,6 +128,11 @@ def start_train(
 def start_serve(plan: Plan) -> None:
     """Serve a plan's model until interrupted (errors as `start_train`)."""
     _require_task(plan, "serve")
+    if plan.serve.weights not in (None, plan.precision.compute):
+        raise UserError(
+            f"serve.weights={plan.serve.weights} is planned only: weights are served in the "
+            f"compute dtype so far; leave it out, or set it to {plan.precision.compute}."
+        )
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401

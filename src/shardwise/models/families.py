@@ -85,6 +85,8 @@ class Family:
     """names of the norms of one layer, each of `hidden_size` values"""
     qk_norm: bool | None = False
     """q_norm and k_norm over `head_dim`; None: as `use_qk_norm` of the config says"""
+    qk_norm_of_all: bool = False
+    """whether they are over all heads together"""
     qkv_bias: bool | None = False
     """None: as `attention_bias` of the config says"""
     o_bias: bool | None = False

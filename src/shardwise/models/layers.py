@@ -133,8 +133,12 @@ def _heads(facts: ModelFacts) -> dict[str, Param]:
         **_linear("self_attn.o_proj", h, q, "rows", bias=facts.o_bias),
     }
     if facts.qk_norm:
-        for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-            params[name] = Param(shape=(facts.head_dim,), cut="shared")
+        whole = facts.family.qk_norm_of_all
+        sizes = {"q": q, "k": kv} if whole else dict.fromkeys("qk", facts.head_dim)
+        cuts: dict[str, Cut] = {"q": "columns", "k": "kv_heads"}
+        for name, size in sizes.items():
+            cut: Cut = cuts[name] if whole else "shared"
+            params[f"self_attn.{name}_norm.weight"] = Param(shape=(size,), cut=cut)
     if facts.family.sinks:
         params["self_attn.sinks"] = Param(shape=(facts.num_heads,), cut="columns")
     return params

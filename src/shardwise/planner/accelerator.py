@@ -25,7 +25,7 @@ around them as much again"""
 SET_NETWORK = "set devices.network_gbit (Gb/s of a node)"
 STEP_ERROR = (
     "half of the published runs of other software are within 9% and nine of ten within 29%; with "
-    "experts 20% and 76%"
+    "experts 17% and 61%"
 )
 
 

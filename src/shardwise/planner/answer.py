@@ -9,6 +9,8 @@ from shardwise.config import GIB, Memory, Plan
 from shardwise.models.facts import ModelFacts
 from shardwise.planner.cost import Cost
 from shardwise.planner.layout import legal_tp_sizes
+from shardwise.planner.serving import ServeTime
+from shardwise.planner.serving_memory import Load, Room
 from shardwise.planner.timing import StepTime, model_flops_per_token
 
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
@@ -32,14 +34,18 @@ class Option:
     """None: no speeds are known, or it does not fit"""
     traffic_bytes: int
     """that a rank moves in a step; 0 where it does not fit"""
-    waiting_bytes: int
+    waiting_bytes: int = 0
     """of these, what an accelerator waits for: not of shards and replicas, which can be hidden"""
-    crosses_nodes: bool
+    crosses_nodes: bool = False
     """whether ranks that wait for each other in every layer sit in several nodes"""
     slowdown: float
     """how much longer a pipeline takes than its ranks' share of the work; 1 without one"""
     capacity: float
     """bytes of one device"""
+    served: ServeTime | None = None
+    """what requests see; None: it trains, does not fit, or no speeds are known"""
+    room: Room | None = None
+    """of a server's cache"""
 
     @property
     def num_devices(self) -> int:
@@ -48,7 +54,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether the worst rank stays within the device's memory."""
+        """Whether the worst rank stays within the device's memory, a server with one request."""
         return self.memory.total <= self.capacity
 
     @property
@@ -105,6 +111,10 @@ class Answer:
     """of the chosen option"""
     notes: tuple[str, ...] = ()
     """what the user should know of the model's files"""
+    load: Load | None = None
+    """what is asked of a server on accelerators"""
+    missed: list[Option] = field(default_factory=list)
+    """servers that fit and miss a target, the best first"""
 
 
 def suggest(answer: Answer) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwise.catalog import Price
 from shardwise.config import Plan
 from shardwise.errors import UserError
+from shardwise.planner.serving import ServeTime
 
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmbt]?)$", re.IGNORECASE)
@@ -101,6 +102,32 @@ def cost_of(plan: Plan, step_s: float | None, job: Job) -> Cost | None:
         hours=hours,
         usd=None if tokens is None or usd_per_token is None else tokens * usd_per_token,
         usd_per_million_tokens=None if usd_per_token is None else usd_per_token * 1e6,
+        rate=job.rate,
+        overhead=job.overhead,
+    )
+
+
+def cost_of_serving(served: ServeTime | None, num_devices: int, job: Job) -> Cost | None:
+    """What output tokens take of a server that is as busy as its load makes it.
+
+    Args:
+        num_devices: that are paid for, busy or not.
+
+    Returns:
+        None if nothing can be said: no speed, or neither an amount nor a price.
+    """
+    if served is None or (job.tokens is None and job.rate is None):
+        return None
+    hours_per_token = (1 + job.overhead) / 3600 / served.output_tokens_per_s
+    hours = None if job.tokens is None else job.tokens * hours_per_token
+    usd = None
+    if job.rate is not None:
+        usd = hours_per_token * num_devices * job.rate.usd_per_device_hour
+    return Cost(
+        tokens=job.tokens,
+        hours=hours,
+        usd=None if job.tokens is None or usd is None else job.tokens * usd,
+        usd_per_million_tokens=None if usd is None else usd * 1e6,
         rate=job.rate,
         overhead=job.overhead,
     )

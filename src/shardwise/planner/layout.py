@@ -79,7 +79,7 @@ def _why_not_expert(layout: Layout, facts: ModelFacts, task: str) -> str | None:
     inner = layout.fsdp * layout.cp * layout.tp
     for what, number in (("experts", facts.num_experts), ("fsdp x cp x tp ranks", inner)):
         if number % layout.ep:
-            sizes = [n for n in _divisors(number) if facts.num_experts % n == inner % n == 0]
+            sizes = [n for n in divisors(number) if facts.num_experts % n == inner % n == 0]
             return (
                 f"ep={layout.ep} does not divide the {number} {what}; ep sizes that work: "
                 f"{', '.join(map(str, sizes))}"
@@ -108,7 +108,7 @@ def legal_tp_sizes(facts: ModelFacts) -> list[int]:
     split = _split_by_tp(facts)
     return [
         tp
-        for tp in _divisors(facts.num_heads)
+        for tp in divisors(facts.num_heads)
         if all(_splits(number, tp, repeat=what == KV) for what, number in split.items())
     ]
 
@@ -129,7 +129,7 @@ def legal_layouts(
         # a stage of an axis of one is none, a pipeline has only the first
         zeros = (_STAGES if pp == 1 else _STAGES[:1]) if fsdp * cp > 1 else _NO_STAGE
         splits = (False, True) if tp > 1 else (False,)
-        eps = _divisors(math.gcd(facts.num_experts, fsdp * cp * tp)) if facts.num_experts else [1]
+        eps = divisors(math.gcd(facts.num_experts, fsdp * cp * tp)) if facts.num_experts else [1]
         for zero, split, ep in product(zeros, splits, eps):
             layout = Layout(
                 dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, sequence_parallel=split
@@ -143,13 +143,13 @@ def _shares(
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Sizes of tp, pp, cp, fsdp and dp whose product is the number of devices."""
     alone = task == "serve"
-    for tp in set(legal_tp_sizes(facts)) & set(_divisors(num_devices)):
-        for pp in _divisors(num_devices // tp):
-            for cp in _divisors(num_devices // tp // pp):
+    for tp in set(legal_tp_sizes(facts)) & set(divisors(num_devices)):
+        for pp in divisors(num_devices // tp):
+            for cp in divisors(num_devices // tp // pp):
                 if max(pp, cp) > 1 and (alone or pp > facts.num_layers or cp > most_cp):
                     continue
                 left = num_devices // tp // pp // cp
-                for fsdp in _divisors(left):
+                for fsdp in divisors(left):
                     yield tp, pp, cp, fsdp, left // fsdp
 
 
@@ -220,7 +220,8 @@ def _kinds(layout: Layout, task: str) -> set[str]:
     return kinds
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All numbers that divide one, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 

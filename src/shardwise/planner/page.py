@@ -15,6 +15,7 @@ from shardwise.planner.answer import Answer, Option
 from shardwise.planner.drawing import draw_pipeline
 from shardwise.planner.placement import nodes_of
 from shardwise.planner.report import PARTS, TASKS, headline, verdict_text
+from shardwise.planner.serving_report import lever_notes, plan_to_run, serving_row
 from shardwise.planner.timing import StepTime
 
 _TEMPLATE = "page.html.j2"
@@ -33,6 +34,13 @@ _TIME = {
     "memory": "element-wise operations, update, copies",
     "host": "waiting for the host",
     "idle": "idling in the pipeline",
+}
+
+_PASS = {
+    "weights": "reading weights, or computing with them",
+    "attention": "attention over the cache",
+    "kernels": "starting kernels, and small ones",
+    "collectives": "collectives",
 }
 
 
@@ -69,7 +77,7 @@ def page(answer: Answer) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     chosen, facts = answer.chosen, answer.facts
-    shown = chosen or answer.single
+    shown, served, to_run = chosen or answer.single, answer.load is not None, plan_to_run(answer)
     return environment.get_template(_TEMPLATE).render(
         version=__version__,
         task=TASKS[answer.single.plan.task],
@@ -83,15 +91,18 @@ def page(answer: Answer) -> str:
         devices=_devices(shown.plan),
         memory=memory_bars(answer),
         legend=[(name, number) for number, name in enumerate(PARTS.values())],
-        layouts=[_layout_row(option, answer) for option in answer.ranked[:_LAYOUTS]],
+        layouts=[] if served else [_layout_row(o, answer) for o in answer.ranked[:_LAYOUTS]],
+        servers=[serving_row(o, answer) for o in answer.ranked[:_LAYOUTS]] if served else [],
+        weights=[serving_row(o, answer) for o in (answer.single, *answer.levers)] if served else [],
+        quality=lever_notes(answer) if served else [],
         num_fitting=len(answer.ranked),
         rejected=answer.rejected,
-        time=None if chosen is None or chosen.step is None else _time_bar(chosen.step),
+        time=None if chosen is None else _time_bar(chosen),
         groups=[] if chosen is None or chosen.step is None else _group_rows(chosen.step),
         nodes=None if chosen is None else nodes_of(chosen.plan, answer.node),
         pipeline=None if chosen is None else draw_pipeline(chosen.plan, chosen.facts),
         sources=_sources(answer),
-        plan=None if chosen is None else chosen.plan.to_yaml(),
+        plan=None if to_run is None else to_run.to_yaml(),
     )
 
 
@@ -136,16 +147,27 @@ def _memory_parts(memory: Memory, widest: float) -> list[Part]:
     return found
 
 
-def _time_bar(step: StepTime) -> Bar:
-    """Where the time of a step goes."""
+def _time_bar(option: Option) -> Bar | None:
+    """Where the time of a step goes, or that of a server's pass."""
+    step, served = option.step, option.served
+    if served is not None:
+        parts = served.decode.parts()
+        named = {f"{_PASS[name]}": s for name, s in parts.items()}
+        return _split_bar("a pass, one token of each request", named, served.decode.total_s)
+    if step is None:
+        return None
     values: dict[str, float] = {text: getattr(step, f"{name}_s") for name, text in _TIME.items()}
     values |= {f"{axis}: not hidden": s for axis, s in step.exposed_by_axis().items()}
+    return _split_bar("a step", values, step.total_s)
+
+
+def _split_bar(label: str, values: Mapping[str, float], total: float) -> Bar:
     parts = [
-        Part(name=name, text=seconds(s), percent=_percent(s, step.total_s), color=number)
+        Part(name=name, text=seconds(s), percent=_percent(s, total), color=number)
         for number, (name, s) in enumerate(values.items())
-        if s >= 5e-4 * step.total_s
+        if s >= 5e-4 * total
     ]
-    return Bar(label="a step", total=seconds(step.total_s), parts=tuple(parts))
+    return Bar(label=label, total=seconds(total), parts=tuple(parts))
 
 
 def _group_rows(step: StepTime) -> list[Mapping[str, str]]:
@@ -195,7 +217,8 @@ def _sources(answer: Answer) -> Sequence[tuple[str, str]]:
     found = [("model", note) for note in answer.notes]
     if predicted is not None:
         found += [("memory", predicted.memory_evidence)]
-        found += [("time", predicted.step_evidence)] if shown.plan.trains else []
+        timed = shown.plan.trains or answer.load is not None
+        found += [("time", predicted.step_evidence)] if timed else []
     if cost is not None and cost.rate is not None:
         found.append(("price", f"{cost.rate.what} ({cost.rate.source}, {cost.rate.date})"))
     if cost is not None:

@@ -15,6 +15,17 @@ from shardwise.console import count, gib, seconds
 from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, suggest
 from shardwise.planner.cost import Cost
 from shardwise.planner.memory import state_bytes
+from shardwise.planner.serving_report import (
+    capacity,
+    lever_data,
+    lever_notes,
+    options_table,
+    plan_to_run,
+    serving_headline,
+    serving_speed,
+    serving_time,
+    serving_verdict,
+)
 from shardwise.planner.timing import StepTime
 from shardwise.planner.traffic import traffic
 
@@ -36,6 +47,8 @@ PARTS = {
 
 def verdict_text(answer: Answer) -> str:
     """The answer in one or two sentences."""
+    if answer.load is not None:
+        return serving_verdict(answer)
     single, chosen = answer.single, answer.chosen
     need = f"On one device the task needs {gib(single.memory.total)}"
     has = f"a device has {gib(single.capacity)}"
@@ -93,6 +106,8 @@ def render(answer: Answer, *, top: int = 1) -> RenderableType:
         parts.append(Text(note, style="dim"))
     parts += [Text(f"note: {note}", style="dim") for note in answer.notes]
     parts.append(_memory_table(answer))
+    if answer.load is not None:
+        return Group(*parts, *_serving_parts(answer, top))
     if answer.levers:
         parts += [Text("on one device, would a cheaper setting do?"), _levers(answer)]
     if answer.chosen is not None:
@@ -106,12 +121,30 @@ def render(answer: Answer, *, top: int = 1) -> RenderableType:
     return Group(*parts)
 
 
+def _serving_parts(answer: Answer, top: int) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if answer.chosen is not None:
+        parts.append(serving_speed(answer.chosen, answer))
+    if answer.cost is not None:
+        parts.append(_cost_text(answer.cost))
+    parts.append(Text("on one device, with other weights:"))
+    parts.append(options_table([answer.single, *answer.levers], answer))
+    parts += [Text(f"  {note}", style="dim") for note in lever_notes(answer)]
+    parts.append(Text())
+    if top > 1 and len(answer.ranked) > 1:
+        parts.append(Text(f"the best {min(top, len(answer.ranked))}:"))
+        parts.append(options_table(answer.ranked[:top], answer))
+    if answer.rejected:
+        parts += [Text("not chosen:"), _rejected(answer)]
+    return parts
+
+
 def to_json(answer: Answer, *, top: int = 1) -> dict[str, Any]:
     """The answer as plain data; `top` layouts are listed under `ranked`."""
     chosen = answer.chosen
     shown = chosen or answer.single
     predicted = shown.plan.predicted
-    capacity = shown.plan.devices.memory_gib
+    written = plan_to_run(answer)
     return {
         "verdict": answer.verdict,
         "verdict_text": verdict_text(answer),
@@ -119,26 +152,29 @@ def to_json(answer: Answer, *, top: int = 1) -> dict[str, Any]:
         "memory": {
             "worst_rank": _gib_parts(shown.memory),
             "one_device": _gib_parts(answer.single.memory),
-            "capacity": capacity,
+            "capacity": shown.plan.devices.memory_gib,
         },
         "time": _time(shown, answer),
         "traffic": _traffic(shown, answer),
+        "capacity": capacity(shown, answer) if answer.load is not None else None,
         "cost": _cost(answer.cost),
         "ranked": [_summary(option, answer) for option in answer.ranked[:top]],
-        "levers": [{"option": o.name, "total": _gib(o.memory.total)} for o in answer.levers],
+        "levers": [lever_data(option) for option in answer.levers],
         "rejected": [{"option": name, "reason": reason} for name, reason in answer.rejected],
         "evidence": {
-            "memory": MEMORY_EVIDENCE,
+            "memory": predicted.memory_evidence if predicted else MEMORY_EVIDENCE,
             "time": predicted.step_evidence if predicted else None,
         },
         "notes": list(answer.notes),
         "parameters": answer.facts.num_parameters,
         "trained_parameters": answer.facts.num_trained_parameters,
-        "plan": chosen.plan.model_dump(exclude_none=True) if chosen else None,
+        "plan": None if written is None else written.model_dump(exclude_none=True),
     }
 
 
 def _time(option: Option, answer: Answer) -> dict[str, Any]:
+    if answer.load is not None:
+        return serving_time(option.served)
     step = option.step
     parts = {} if step is None else _parts(step)
     return {
@@ -203,10 +239,15 @@ def _cost(cost: Cost | None) -> dict[str, Any]:
 
 
 def _summary(option: Option, answer: Answer) -> dict[str, Any]:
-    return {
+    one = {
         "option": option.name,
         "layout": option.plan.layout.model_dump(),
         "total": _gib(option.memory.total),
+    }
+    if answer.load is not None:
+        return {**one, **serving_time(option.served)}
+    return {
+        **one,
         "step_s": option.step_s,
         "tokens_per_s_per_device": option.tokens_per_s_per_device,
         "mfu": option.mfu(answer.peak_flops),
@@ -215,6 +256,8 @@ def _summary(option: Option, answer: Answer) -> dict[str, Any]:
 
 def headline(answer: Answer) -> list[str]:
     """Speed and money in a sentence each, as far as they are known."""
+    if answer.load is not None:
+        return serving_headline(answer)
     chosen, lines = answer.chosen, []
     if chosen is not None and chosen.tokens_per_s_per_device is not None:
         text = f"A step takes {seconds(chosen.step_s or 0.0)}: "
