@@ -101,6 +101,8 @@ LLAMA_4: dict[str, Any] = {
     "attention_chunk_size": 8,
 }
 
+PLANNED = ("SM3", "G2", "GLM4", "GLMM", "GLMA", "MM2", "L4", "Q3N", "Q35", "Q35M")
+"""of families that are only planned"""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LL": ("LlamaConfig", {"tie_word_embeddings": False}),
     "LL1": ("LlamaConfig", {"tie_word_embeddings": False, "num_key_value_heads": 1}),

@@ -127,13 +127,6 @@ def _merged(found: Counter[tuple[str, int]], exchanges: bool) -> Counter[tuple[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_ledger_of_other_settings(tmp_path: Path, layout: dict[str, int]) -> None:
-    """Head norms and tied embeddings, with activations made again."""
-    check_ledger(save_model("Q3", tmp_path / "Q3"), layout, checkpointing="full")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
 def test_ledger_where_a_norm_follows_the_mlp(tmp_path: Path, layout: dict[str, Any]) -> None:
     """Made again, the sum that the norm needs crosses ranks again."""
