@@ -168,7 +168,7 @@ def _slow() -> list[Case]:
     for model in EXPERT_MODELS:
         layouts = [
             {**layout, **SPLIT} if "tp" in layout else layout
-            for layout in (*(SINGLES if model == "MIX" else FEWER), *PAIRS, *MORE[:4], *EXPERTS)
+            for layout in (*(FEWER if model != "MIX" else SINGLES + MORE[:4]), *PAIRS, *EXPERTS)
         ]
         cases += [
             Case(model=model, layout=layout)
@@ -179,17 +179,20 @@ def _slow() -> list[Case]:
     ruled = [layout for layout in SINGLES if not {"tp", "pp", "cp"} & set(layout)]
     cases += [Case(model=UNRULED, layout=layout) for layout in [*ruled, _pair("dp", "fsdp")]]
     for model in sorted(set(MODELS) - {*EXPERT_MODELS, *PLANNED, UNRULED}):
-        few = model not in ("LL", "Q3", "ODD", "LL321T")
-        singles = [case for case in SINGLES if not (few and case in SIZES)]
+        singles = SINGLES if model in ("LL", "Q3", "LL321T") else FEWER
+        if model not in (*FAMILY_MODELS, "ODD", "LL321T"):  # variants of a family
+            singles = [layout for layout in FEWER if "zero" not in layout and "dp" not in layout]
         if model == "ODD":
             singles = [case for case in SINGLES if "tp" not in case] + THREE
         cases += [Case(model=model, layout=layout) for layout in singles]
     for model in FAMILY_MODELS:
-        cases += [Case(model=model, layout=layout) for layout in PAIRS + MORE]
+        more = MORE if model in ("LL", "G3") else []
+        cases += [Case(model=model, layout=layout) for layout in PAIRS + more]
     cases += [Case(model="ODD", layout=layout) for layout in PAIRS if "tp" not in layout]
     for model in ("LL", "Q3"):
         for schedule in SCHEDULES:
-            for layout in ({"pp": 2}, {"pp": 2, "fsdp": 2, "zero": 1}, {"pp": 2, "tp": 2}):
+            products = [{"pp": 2, "fsdp": 2, "zero": 1}, {"pp": 2, "tp": 2}]
+            for layout in [{"pp": 2}, *(products if model == "Q3" else [])]:
                 train: dict[str, Any] = {"pipeline_schedule": schedule}
                 if schedule == "dualpipev" or "fsdp" in layout:
                     train["micro_batch"] = 1
