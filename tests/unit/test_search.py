@@ -445,3 +445,9 @@ def test_without_a_network_ranks_that_wait_stay_in_a_node(tmp_path: Path) -> Non
     assert not answer.chosen.crosses_nodes
     reasons = [reason for name, reason in answer.rejected if "tp=16" in name or "tp=32" in name]
     assert any("in several nodes" in reason for reason in reasons)
+
+
+def test_kinds_of_devices_are_not_mixed() -> None:
+    with pytest.raises(shardwise.UserError, match="plan each alone, like --gpus 8xA100-80GB") as e:
+        shardwise.plan("llama-3.1-8b", gpus="8xA100-80GB+8xL40S")
+    assert "\n" not in str(e.value)

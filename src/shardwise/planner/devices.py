@@ -33,6 +33,11 @@ def parse_devices(
             raise UserError(f"--gpus {text!r} names no device; give at least cpu:1.")
         gib = host_gib() / count if memory_gib is None else memory_gib
         return parse(Devices, {"kind": "cpu", "count": count, "memory_gib": gib}, source=text)
+    if "+" in text:
+        raise UserError(
+            f"--gpus {text!r}: kinds of devices in one plan are not built, since every step would "
+            f"wait for the slowest; plan each alone, like --gpus {text.split('+')[0]}."
+        )
     known = (catalog or load_catalog()).devices
     match = _GPUS.match(text)
     if match is None or match[3] not in known or "0" in (match[1], match[2]):
