@@ -66,9 +66,8 @@ def run_steps(
         kept: numbers of the steps of which tensors are brought back; None: of all.
     """
     num_ranks = Layout(**layout).world_size
-    keep = range(len(batches)) if kept is None else kept
     return run_ranks(
-        num_ranks, _train_on_rank, str(model_dir), layout, batches, train, keep, timeout_s=timeout_s
+        num_ranks, _train_on_rank, str(model_dir), layout, batches, train, kept, timeout_s=timeout_s
     )
 
 
@@ -78,7 +77,7 @@ def _train_on_rank(
     layout: dict[str, int],
     batches: Sequence[Any],
     train: Overrides,
-    kept: Sequence[int],
+    kept: Sequence[int] | None = None,
 ) -> list[RankStep]:
     import torch
 
@@ -108,7 +107,7 @@ def _train_on_rank(
     for number, rows in enumerate(batches):
         micro = _micro_batches(rows, plan, mesh)
         result = train_step(sharded, optimizer, micro, mesh, settings, settings.learning_rate)
-        steps.append(_collect(sharded, result, tensors=number in kept))
+        steps.append(_collect(sharded, result, tensors=kept is None or number in kept))
     return steps
 
 
