@@ -97,6 +97,7 @@ def test_a_run_is_not_resumed_as_another(bench: Bench) -> None:
         assert all(word in done.err for word in words), done.text
 
 
+@pytest.mark.slow
 def test_the_model_below_a_run_may_move_but_not_change(
     bench: Bench, odd: Path, tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_the_model_below_a_run_may_move_but_not_change(
     assert "were trained on" in done.err
 
 
+@pytest.mark.slow
 def test_adapters_keep_their_own_chat_template(bench: Bench, tmp_path: Path) -> None:
     """What rows were rendered with goes along: to the checkpoint, the export, the merged model."""
     adapters = save_adapters(bench.model, tmp_path / "start")
@@ -148,6 +150,7 @@ def test_adapters_keep_their_own_chat_template(bench: Bench, tmp_path: Path) -> 
         assert (tmp_path / name / "chat_template.jinja").read_text() == template
 
 
+@pytest.mark.slow
 def test_a_resumed_plan_takes_the_adapters_of_its_run(bench: Bench) -> None:
     """Also where it says nothing of them: they are what is planned and saved."""
     bench.plan |= {"task": "lora", "lora": {"rank": 2, "targets": ["v_proj"]}}

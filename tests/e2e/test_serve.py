@@ -246,7 +246,7 @@ def test_max_tokens(serve: ServeOnce, key: str, number: int) -> None:
     assert answer["usage"]["completion_tokens"] == number
 
 
-@pytest.mark.parametrize("max_tokens", [None, 10 * CONTEXT])
+@pytest.mark.parametrize("max_tokens", [None, pytest.param(10 * CONTEXT, marks=pytest.mark.slow)])
 def test_an_answer_ends_at_the_context(serve: ServeOnce, max_tokens: int | None) -> None:
     """Prompt and answer together do not exceed serve.context, and the end is then of length."""
     server = serve("LL-1")
