@@ -26,20 +26,12 @@ import pyarrow.parquet as parquet
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, not as a module
 
-from benchmarks.distill import thinned
+from benchmarks.distill import DEVICES, thinned
 from shardwise.catalog import Device, load_devices
 
 OUT = Path(__file__).parents[1] / "src/shardwise/catalog"
-SYSTEMS = {
-    "a100_sxm": "A100-80GB",
-    "h100_sxm": "H100-80GB",
-    "h200_sxm": "H200-141GB",
-    "b200_sxm": "B200-180GB",
-    "b300_sxm": "B300-288GB",
-    "gb200": "GB200-186GB",
-    "gb300": "GB300-288GB",
-    "l40s": "L40S",
-}
+SYSTEMS = {system: name for system, name in DEVICES.items() if name != "RTX-PRO-6000"}
+"""those that are fitted: the catalogue has no bandwidth and no rate of the RTX PRO 6000"""
 FORMATS = {  # of the files -> ours, bits of a weight with its scales, bytes of an input, peak
     "bfloat16": ("bf16", 16.0, 2.0, "bf16"),
     "fp8": ("fp8", 8.0, 1.0, "fp8"),

@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, not as a module
 
+from benchmarks.distill import DEVICES
 from shardwise.catalog import load_catalog
 from shardwise.catalog.models import find_model
 from shardwise.config import GIB, Layout
@@ -41,16 +42,6 @@ from shardwise.planner.serving_memory import Load
 from shardwise.planner.serving_search import why_not_served
 
 Row = Mapping[str, str]
-SYSTEMS = {
-    "a100_sxm": "A100-80GB",
-    "h100_sxm": "H100-80GB",
-    "h200_sxm": "H200-141GB",
-    "b200_sxm": "B200-180GB",
-    "b300_sxm": "B300-288GB",
-    "gb200": "GB200-186GB",
-    "gb300": "GB300-288GB",
-    "l40s": "L40S",
-}
 IN_VIEW = ("h200_sxm", "b200_sxm")
 """systems whose rows were in view when it was decided which effects are modelled"""
 _COPIES = re.compile(r"-(fp8|nvfp4|fp4|int4|awq)$", re.IGNORECASE)
@@ -239,11 +230,11 @@ def _weights(row: Row, facts: ModelFacts) -> str:
 @cache
 def _engine(system: str, backend: str, world: int) -> Engine:
     catalog = load_catalog()
-    if system not in SYSTEMS:
+    if system not in DEVICES:
         raise Unplanned(f"system {system or '(none)'} is not in the catalogue")
     if backend not in ENGINES:
         raise Unplanned(f"engine {backend or '(none)'} is not in the catalogue")
-    device = catalog.devices[SYSTEMS[system]]
+    device = catalog.devices[DEVICES[system]]
     nodes = -(-world // device.per_node)
     text = f"{nodes}x{min(world, device.per_node)}x{device.name}"
     speeds = accelerator(parse_devices(text, catalog=catalog), catalog)

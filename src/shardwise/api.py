@@ -100,6 +100,9 @@ def plan(
         _check_no_load(asked)
         known = catalog.devices.get(asked.devices.kind)
         node = None if known is None else asked.devices.node(known.per_node)
+        if isinstance(speeds, str) and SET_NETWORK not in speeds:
+            probe = f"`shardwise probe --kind {asked.devices.kind}`"
+            speeds = f"{speeds}; {probe} on such a machine measures it, for --cluster"
         answer = search(asked, facts, speeds, fixed=fixed, node=node)
         chosen = answer.chosen
         cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
@@ -207,12 +210,7 @@ def _rented(catalog: Catalog, price: Price, count: int, memory_gib: float | None
 
 def _catalog_speeds(plan: Plan, catalog: Catalog) -> Speeds | str | None:
     """What the catalogue knows of a plan's devices; None: there is only the probe."""
-    if plan.devices.kind == "cpu":
-        return None
-    found = accelerator(plan.devices, catalog)
-    if isinstance(found, str):
-        return f"{found}, or run `shardwise probe --kind {plan.devices.kind}` on such a machine"
-    return found
+    return None if plan.devices.kind == "cpu" else accelerator(plan.devices, catalog)
 
 
 def base_plan(model: str, task: str, layout: Layout, devices: Devices | str | None = None) -> Plan:

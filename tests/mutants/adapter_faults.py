@@ -53,8 +53,8 @@ ADAPTERS = (
         name="merged-without-their-scale",
         history="hao-ai-lab/FastVideo#870",
         file="weights/save.py",
-        old="tensor.addmm_(high, low, alpha=lora.scale)",
-        new="tensor.addmm_(high, low)",
+        old="tensor.addmm_(_whole(index, b), _whole(index, a), alpha=lora.scale)",
+        new="tensor.addmm_(_whole(index, b), _whole(index, a))",
         proof=_TESTS + "test_what_was_trained_is_what_peft_loads[LL-fsdp2]",
     ),
     Fault(

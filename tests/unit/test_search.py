@@ -348,6 +348,17 @@ def test_a_network_that_nobody_told_is_not_guessed(llama: Path) -> None:
     assert told.chosen.step_s is not None
 
 
+def test_a_reason_that_an_option_lost_names_two_numbers_that_differ(llama: Path) -> None:
+    reasons = dict(fast(llama, "8xMI300X", "train.global_batch=8").rejected)
+    assert (
+        reasons.pop("fsdp=8 (ZeRO-2), micro_batch=1") == "as good as the chosen one, but no better"
+    )
+    pairs = [re.findall(r"[\d.]+ GiB", reason) for reason in reasons.values()]
+    compared = [pair for pair in pairs if len(pair) == 2]
+    assert len(compared) > 3
+    assert all(a != b for a, b in compared)
+
+
 def test_what_is_not_calibrated_is_to_be_probed(llama: Path) -> None:
     answer = fast(llama, "8xMI300X")
     assert answer.chosen is not None
@@ -355,6 +366,17 @@ def test_what_is_not_calibrated_is_to_be_probed(llama: Path) -> None:
     assert to_json(answer)["time"]["mfu"] is None
     assert answer.chosen.plan.predicted is not None
     assert "shardwise probe --kind MI300X" in answer.chosen.plan.predicted.step_evidence
+
+
+def test_a_probe_is_not_advised_where_it_tells_nothing(llama: Path) -> None:
+    """A server's times need kernels of engines; the network of nodes is to be told."""
+    for gpus, task in (("8xMI300X", "serve"), ("2x3xH100-80GB", "full")):
+        answer = shardwise.plan(llama, gpus=gpus, task=task)
+        assert answer.chosen is not None
+        assert answer.chosen.plan.predicted is not None
+        told = answer.chosen.plan.predicted.step_evidence
+        assert ("MI300X has no" in told) or ("devices.network_gbit" in told)
+        assert "probe" not in told
 
 
 def test_money_that_cannot_be_told_is_not_left_out_in_silence(smol: Path, llama: Path) -> None:

@@ -14,8 +14,9 @@ import shardwise
 SOURCE = Path(shardwise.__file__).parent
 ORDER = [  # each may import what stands before it
     ("errors", "config", "catalog", "console"),
+    ("models.hub",),
     ("models.families", "models.planned", "models.layers", "models.adapters", "models.facts"),
-    ("models.sizes", "models.read", "models.gguf", "models.hub", "models.lookup"),
+    ("models.sizes", "models.read", "models.gguf", "models.lookup"),
     ("planner",),
     ("models.attention", "models.build", "parallel", "probe"),
     ("weights",),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Lora, parse
 from shardwise.errors import UserError
+from shardwise.models.hub import read_config
 from shardwise.models.layers import Cut, Param
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def read_adapters(directory: Path) -> Lora:
     Raises:
         UserError: it cannot be read, or asks for more than plain adapters.
     """
-    file, config = directory / ADAPTER_CONFIG, read_adapter_config(directory)
+    file = directory / ADAPTER_CONFIG
+    config = read_config(file)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not built; LORA is.")
     for key, value in config.items():
@@ -164,18 +166,6 @@ def write_adapters(directory: Path, lora: Lora, base: Path) -> None:
     partial = directory / f".{ADAPTER_CONFIG}.partial"
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     partial.replace(directory / ADAPTER_CONFIG)
-
-
-def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """The content of a directory's adapter_config.json (`UserError` if it cannot be read)."""
-    file = directory / ADAPTER_CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file} as JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{file} holds no JSON object.")
-    return config
 
 
 def _leaf(module: str) -> str:

@@ -1,4 +1,4 @@
-"""The model hub: what is in its local cache, and a config.json from over the network. No torch."""
+"""Where a config.json comes from: a file, the hub's local cache, or the hub itself. No torch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,21 @@ _TIMEOUT_S = 10.0
 def is_hub_id(text: str) -> bool:
     """Whether a text is of the form OWNER/NAME, as the hub allows it."""
     return _HUB_ID.fullmatch(text) is not None
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The content of a model's or adapters' config file.
+
+    Raises:
+        UserError: the file is not readable, or holds no JSON object.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file} as JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds no JSON object.")
+    return config
 
 
 def cached_directory(hub_id: str) -> Path | None:

@@ -14,9 +14,15 @@ from shardwise.catalog.models import KnownModel, find_model, nearest_name
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.gguf import check_count, config_of_gguf, is_gguf, read_header
-from shardwise.models.hub import CONFIG_FILE, cached_directory, fetch_config, is_hub_id
+from shardwise.models.hub import (
+    CONFIG_FILE,
+    cached_directory,
+    fetch_config,
+    is_hub_id,
+    read_config,
+)
 from shardwise.models.planned import ALL_FAMILIES
-from shardwise.models.read import base_of, facts_of_config, read_config, read_facts, why_not_run
+from shardwise.models.read import base_of, facts_of_config, read_facts, why_not_run
 
 _TEXT_PART = "the language part of a model that also does other things"
 _OUTER_KEYS = ("tie_word_embeddings", "quantization_config")

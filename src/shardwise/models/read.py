@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,11 @@ from shardwise.errors import UserError
 from shardwise.models.adapters import (
     ADAPTER_CONFIG,
     complete,
-    read_adapter_config,
     read_adapters,
 )
 from shardwise.models.facts import ModelFacts
 from shardwise.models.families import FAMILIES, Family
-from shardwise.models.hub import CONFIG_FILE, cached_directory, is_hub_id
+from shardwise.models.hub import CONFIG_FILE, cached_directory, is_hub_id, read_config
 from shardwise.models.layers import Latent, LayerKind, Linear
 from shardwise.models.planned import ALL_FAMILIES
 from shardwise.models.sizes import Sizes
@@ -42,7 +40,7 @@ def base_of(directory: Path) -> Path | None:
     """
     if not (directory / ADAPTER_CONFIG).exists():
         return None
-    given = str(read_adapter_config(directory).get("base_model_name_or_path") or "")
+    given = str(read_config(directory / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
     base = directory / given  # an absolute path stays as it is
     if given and not base.is_dir() and Path(given).is_dir():  # as PEFT, from where it is run
         base = Path(given)
@@ -123,21 +121,6 @@ def read_facts(model: str | Path) -> ModelFacts:
             "(models are not downloaded; fetch one first and give its directory)."
         )
     return facts_of_config(read_config(file), source=str(file))
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """The content of a config.json.
-
-    Raises:
-        UserError: the file is not readable, or holds no JSON object.
-    """
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file} as JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{file} holds no JSON object.")
-    return config
 
 
 def facts_of_config(

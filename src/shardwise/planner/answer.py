@@ -16,8 +16,7 @@ from shardwise.planner.timing import StepTime, model_flops_per_token
 Verdict = Literal["fits_one_device", "fits_compressed", "shard", "impossible"]
 MEMORY_EVIDENCE = (
     "analytic, within 8% of measured runs on CPU (mixtures of experts 17%); not measured on "
-    "accelerators, where nine of ten "
-    "published runs of other software are within 20%"
+    "accelerators, where nine of ten published runs of other software are within 20%"
 )
 
 

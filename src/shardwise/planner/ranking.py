@@ -65,10 +65,20 @@ def why_slower(option: Option, chosen: Option) -> str:
             f"waits for {option.waiting_bytes / GIB:.2f} GiB a step that cannot be hidden, "
             f"the chosen one for {chosen.waiting_bytes / GIB:.2f} GiB"
         )
-    return (
-        f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
-        f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"
-    )
+    if option.traffic_bytes > chosen.traffic_bytes:
+        return (
+            f"moves {option.traffic_bytes / GIB:.2f} GiB a step, "
+            f"the chosen one {chosen.traffic_bytes / GIB:.2f} GiB"
+        )
+    micro, larger = option.plan.train.micro_batch, chosen.plan.train.micro_batch
+    if micro < larger:
+        return f"moves as much in micro-batches of {micro}, the chosen one of {larger}"
+    if option.memory.total > chosen.memory.total:
+        return (
+            f"moves as much and needs {option.memory.total / GIB:.2f} GiB on a device, "
+            f"the chosen one {chosen.memory.total / GIB:.2f} GiB"
+        )
+    return "as good as the chosen one, but no better"
 
 
 def _why_longer(option: Option, step: StepTime, best: StepTime) -> str:

@@ -161,11 +161,11 @@ def _write_file(
         file.write(struct.pack("<Q", len(text)) + text)
         for stored in tensors:
             a, b = (f"{stored.parameter.removesuffix('.weight')}.{x}" for x in (LORA_A, LORA_B))
-            merged = lora is not None and a in index
-            tensor = _read(index, stored, torch.float32 if merged else _dtype(stored, dtype))
-            if merged and lora is not None:
-                low, high = (_whole(index, name) for name in (a, b))
-                tensor.addmm_(high, low, alpha=lora.scale)
+            if lora is None or a not in index:
+                tensor = _read(index, stored, _dtype(stored, dtype))
+            else:
+                tensor = _read(index, stored, torch.float32)
+                tensor.addmm_(_whole(index, b), _whole(index, a), alpha=lora.scale)
             file.write(tensor.to(_dtype(stored, dtype)).view(torch.uint8).numpy().data)
 
 
