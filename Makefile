@@ -5,6 +5,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# tests that run at a time; most of their time is waiting for processes to start
+WORKERS ?= 2
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -16,10 +18,10 @@ quickstart: install
 test: lint types unit
 
 unit: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test-all: install
-	$(BIN)/python -m pytest -m "slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow"
 	$(MAKE) quickstart
 
 mutants: install

@@ -149,7 +149,7 @@ def peer_memory_gib(plan: Plan, facts: ModelFacts, software: Software, interleav
     buffers: float = ours.buffers if gathers else 0
     if gathers and software.adapters is not None:  # frozen weights are gathered, not reduced
         sizes = RankSizes.of(facts, plan.layout)
-        buffers = 2 * (2 * sizes.layer + sizes.embedding)
+        buffers = 2 * (sizes.layer_bytes(2) + sizes.embedding)
     sums = software.name == "megatron" or plan.train.num_micro_batches(plan.layout) > 1
     at_loss = activations + logits + (gradients if sums else 0)
     at_end = gradients + logits // 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ LLAMA_4: dict[str, Any] = {
     "attention_chunk_size": 8,
 }
 
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+"""sizes whose every part for four ranks is made of whole blocks of four-bit numbers"""
+
 PLANNED = ("SM3", "G2", "GLM4", "GLMM", "GLMA", "MM2", "L4", "Q3N", "Q35", "Q35M")
 """of families that are only planned"""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -178,6 +182,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Q3N": ("Qwen3NextConfig", LINEAR_MOE),
     "Q35": ("Qwen3_5TextConfig", LINEAR),
     "Q35M": ("Qwen3_5MoeTextConfig", LINEAR_MOE),
+    "LLW": ("LlamaConfig", {**WIDE, "tie_word_embeddings": False, "num_hidden_layers": 4}),
+    "LLBW": (
+        "LlamaConfig",
+        {**WIDE, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    ),
+    "MIW": ("MistralConfig", {**WIDE, "tie_word_embeddings": False, "sliding_window": 8}),
+    "Q2W": ("Qwen2Config", {**WIDE, "tie_word_embeddings": True}),
+    "Q3W": ("Qwen3Config", {**WIDE, "head_dim": 64, "tie_word_embeddings": True}),
+    "G3W": ("Gemma3TextConfig", {**GEMMA, **WIDE, "num_hidden_layers": 4, "head_dim": 64}),
+    "PHIW": ("Phi3Config", {**WIDE, "tie_word_embeddings": False, "sliding_window": 8}),
     "G3_321": ("Gemma3TextConfig", {**GEMMA, "tie_word_embeddings": True, "vocab_size": 321}),
 }
 
@@ -208,6 +222,20 @@ def save_adapters(base: Path, folder: Path, **settings: Any) -> Path:
                 param.copy_(torch.randn_like(param) * 0.05)
     adapted.save_pretrained(folder)
     return folder
+
+
+def save_start(name: str, folder: Path) -> tuple[Path, Path]:
+    """A tiny model and adapters of it; with +qlora behind its name they are for rounded ones."""
+    base = save_model(name.removesuffix("+qlora"), folder / "base")
+    adapters = save_adapters(base, folder / "start")
+    return base, mark_rounded(adapters) if name.endswith("+qlora") else adapters
+
+
+def mark_rounded(adapters: Path) -> Path:
+    """Say of some adapters that the matrices below them are rounded to four bits each."""
+    content = {"format": "nf4", "block_size": 64}
+    (adapters / "base_quantization.json").write_text(json.dumps(content))
+    return adapters
 
 
 def target_modules(model: Any) -> list[str]:

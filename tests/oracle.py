@@ -55,10 +55,22 @@ class AdamW:
             p.sub_(self.lr * m_hat / (v_hat.sqrt() + self.eps))
 
 
+def round_matrices(model: torch.nn.Module) -> None:
+    """Round the matrices of a model's layers to NF4 and back, as bitsandbytes does it."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for module in model.base_model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            packed, state = quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4")
+            module.weight.data = dequantize_4bit(packed, state)
+
+
 class Merged:
     """Adapters as they are defined: every matrix is W + (alpha / r) B A, made anew each time."""
 
     def __init__(self, model: torch.nn.Module, adapters: Path) -> None:
+        if (adapters / "base_quantization.json").exists():
+            round_matrices(model)
         config = json.loads((adapters / "adapter_config.json").read_text())
         self.scale = config["lora_alpha"] / config["r"]
         stored = load_file(adapters / "adapter_model.safetensors")

@@ -53,8 +53,9 @@ def plan(
     Args:
         model: directory with config.json (or of adapters), that file, a GGUF file, a hub id, or a
             name of the catalogue (weights are not needed for planning).
-        task: "full" fine-tuning, adapters alone ("lora"), or "serve": on accelerators planned for
-            an engine with continuous batching, under the load that keys of `serve` say.
+        task: "full" fine-tuning, adapters alone ("lora"; "qlora": on matrices of four bits), or
+            "serve": on accelerators planned for an engine with continuous batching, under the
+            load that keys of `serve` say.
         gpus: devices, like "cpu:2", "8xH100-80GB" or, nodes x devices, "2x8xH100-80GB". None:
             those of `instance`, or "cpu:1".
         instance: what is rented, like "aws:p5.48xlarge@us-east-1": devices, network and price.

@@ -85,7 +85,7 @@ def plan(
             "`shardwise catalog models`."
         ),
     ],
-    task: Annotated[str, typer.Option(help="full fine-tuning, lora or serve.")] = "full",
+    task: Annotated[str, typer.Option(help="full fine-tuning, lora, qlora or serve.")] = "full",
     gpus: Annotated[
         str | None,
         typer.Option(help="Devices: cpu:2, 8xH100-80GB, or nodes x devices, 2x8xH100-80GB."),

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardwise.errors import UserError
 
 PLAN_FILE = "plan.yaml"
 GIB = 2**30
-Task = Literal["full", "lora", "serve"]
+Task = Literal["full", "lora", "qlora", "serve"]
 
 
 class Config(BaseModel):
@@ -177,6 +177,11 @@ class Lora(Config):
         description="names of the matrices that get one, like [q_proj, v_proj]; None: all of "
         "attention and MLP, of a mixture of experts all of attention",
     )
+    quantize: Literal["nf4"] | None = Field(
+        default=None,
+        description="round the frozen matrices of the layers to four bits each (QLoRA); None: they "
+        "stay as they are",
+    )
 
     @property
     def scale(self) -> float:
@@ -308,7 +313,10 @@ class Plan(Config):
         description="directory with config.json and safetensors files (or of adapters), or a hub "
         "id whose files are in the local hub cache"
     )
-    task: Task = Field(description="full fine-tuning, adapters alone (lora), or serving")
+    task: Task = Field(
+        description="full fine-tuning, adapters alone (lora), or serving; qlora is short for lora "
+        "with lora.quantize=nf4"
+    )
     layout: Layout
     devices: Devices = Devices()
     precision: Precision = Precision()
@@ -316,6 +324,23 @@ class Plan(Config):
     lora: Lora | None = Field(default=None, description="adapters of task=lora; None: the defaults")
     serve: Serve = Serve()
     predicted: Prediction | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_lora(cls, data: Any) -> Any:
+        """Write the short name out, so that all else knows of one way to say it."""
+        if not isinstance(data, Mapping) or data.get("task") != "qlora":
+            return data
+        lora = data.get("lora") or {}
+        given = lora.model_dump(exclude_unset=True) if isinstance(lora, Lora) else lora
+        if isinstance(given, Mapping):
+            lora = {"quantize": "nf4", **given}
+        return {**data, "task": "lora", "lora": lora}
+
+    @property
+    def method(self) -> Task:
+        """The task by the name that people know it by."""
+        return "qlora" if self.lora is not None and self.lora.quantize is not None else self.task
 
     @property
     def trains(self) -> bool:

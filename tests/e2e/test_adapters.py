@@ -73,7 +73,8 @@ def answer(folder: Path, model: Path, layout: list[str]) -> str:
     [
         (["task=lora", "lora.targets=[q_proj,gate]"], ["'gate'", "gate_proj"]),
         (["lora.rank=4"], ["task=full", "task=lora"]),
-        (["task=qlora"], ["'qlora'", "'lora'"]),
+        (["task=dora"], ["'dora'", "'lora'"]),
+        (["task=qlora", "layout.tp=2", "layout.fsdp=1"], ["tp=2", "1 blocks of 64 inputs"]),
         (["task=lora", "lora.dropout=0.1"], ["'lora.dropout'", "rank"]),
     ],
     ids=str,
@@ -89,6 +90,7 @@ def test_a_run_is_not_resumed_as_another(bench: Bench) -> None:
     assert bench.train().code == 0
     for setting, words in (
         ("lora.rank=4", ["lora.rank=4", "16"]),
+        ("task=qlora", ["lora.quantize=nf4", "None"]),
         ("task=full", ["task was lora", "full"]),
     ):
         done = bench.train("--resume", "--set", setting, "--set", "train.max_steps=2")

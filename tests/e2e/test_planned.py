@@ -113,8 +113,17 @@ def test_peak_memory_is_as_planned(
         ({"fsdp": 2}, ["train.checkpointing=full", "lora.targets=[q_proj,v_proj]"]),
         ({"tp": 3, "sequence_parallel": True}, []),
         ({"pp": 2}, ["train.global_batch=8"]),
+        ({"fsdp": 2}, ["lora.quantize=nf4"]),
+        ({"tp": 3}, ["lora.quantize=nf4", "precision.compute=bf16"]),
     ],
-    ids=["fsdp2 bf16", "fsdp2 recompute q v", "tp3 sequence parallel", "pp2"],
+    ids=[
+        "fsdp2 bf16",
+        "fsdp2 recompute q v",
+        "tp3 sequence parallel",
+        "pp2",
+        "nf4",
+        "tp3 nf4 bf16",
+    ],
 )
 def test_peak_memory_of_adapters_is_as_planned(
     model: Path, rows: Path, tmp_path: Path, layout: dict[str, int], settings: list[str]

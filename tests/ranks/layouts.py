@@ -9,8 +9,8 @@ from typing import Any
 from shardwise.models.families import AXES
 from tests.models import MODELS, PLANNED
 
-LORA = "+lora"
-"""of a model's name: its adapters are trained, and nothing else"""
+LORA, QLORA = "+lora", "+qlora"
+"""of a model's name: its adapters are trained, and nothing else; on matrices of four bits"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,8 @@ class Case:
             return set()
         if self.model.endswith(LORA):
             return {"lora"}
+        if self.model.endswith(QLORA):
+            return {"qlora"}
         axes = [axis for axis in AXES if self.layout.get(axis, 1) > 1]
         if self.layout.get("ep", 1) > 1:
             return {"ep"} if axes == ["fsdp"] else set()
@@ -105,6 +107,8 @@ FEW: dict[str, list[str]] = {
     "DSQ": ["tp", "pp"],
 }
 """variants of a family, which are run on layouts of these axes alone"""
+WIDE_MODELS = ["LLW", "LLBW", "MIW", "Q2W", "Q3W", "G3W", "PHIW"]
+"""for matrices of four bits alone"""
 UNRULED = "GPT2"
 """whose matrices nobody has rules for"""
 
@@ -178,7 +182,7 @@ def _slow() -> list[Case]:
         ]
     ruled = [layout for layout in SINGLES if not {"tp", "pp", "cp"} & set(layout)]
     cases += [Case(model=UNRULED, layout=layout) for layout in [*ruled, _pair("dp", "fsdp")]]
-    for model in sorted(set(MODELS) - {*EXPERT_MODELS, *PLANNED, UNRULED}):
+    for model in sorted(set(MODELS) - {*EXPERT_MODELS, *PLANNED, *WIDE_MODELS, UNRULED}):
         singles = SINGLES if model in ("LL", "Q3", "LL321T") else FEWER
         if model not in (*FAMILY_MODELS, "ODD", "LL321T"):  # variants of a family
             singles = [layout for layout in FEWER if "zero" not in layout and "dp" not in layout]
@@ -322,3 +326,33 @@ def _adapted() -> list[Case]:
 ADAPTED_SLOW = [
     case for number, case in enumerate(_adapted()) if case not in ADAPTED_FAST + _adapted()[:number]
 ]
+
+
+def rounded(model: str, layout: dict[str, Any], **train: Any) -> Case:
+    """The same with adapters on matrices of four bits."""
+    return Case(model=model + QLORA, layout=layout, train=train)
+
+
+ROUNDED_FAST = [
+    rounded("LLW", {"fsdp": 2}),
+    rounded("LLW", {"tp": 2}),
+    rounded("PHIW", {"fsdp": 2, "tp": 2}),
+    rounded("Q3W", {"pp": 2, "tp": 2, **SPLIT}),
+    rounded("G3W", {"cp": 2}),
+]
+
+
+def _rounded() -> list[Case]:
+    cases = [rounded("LLW", layout) for layout in (*SINGLES, {"tp": 4, **SPLIT}, *PAIRS)]
+    some: list[dict[str, Any]] = [{"fsdp": 2}, {"tp": 2, **SPLIT}, {"pp": 2}, {"cp": 2}]
+    cases += [rounded(model, layout) for model in WIDE_MODELS[1:] for layout in some]
+    cases += [rounded("LLBW", {"tp": 2}), rounded("PHIW", {"tp": 4, **SPLIT})]
+    cases += [rounded("Q3W", layout) for layout in TRIPLES[:3] if "pp" not in layout]
+    for name in SCHEDULES[1:]:
+        cases.append(rounded("LLW", {"pp": 2}, pipeline_schedule=name, micro_batch=1))
+    for mode in ("selective", "full"):
+        cases.append(rounded("PHIW", {"fsdp": 2, "tp": 2, **SPLIT}, checkpointing=mode))
+    return cases
+
+
+ROUNDED_SLOW = [case for case in _rounded() if case not in ROUNDED_FAST]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from shardwise.models.adapters import ADAPTER_FILE, file_name
 from shardwise.models.read import read_facts
@@ -17,13 +17,16 @@ from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 from shardwise.weights.save import export_adapters, export_model
 from tests.e2e.bench import fast_first
-from tests.models import save_adapters, save_model
-from tests.oracle import LOSS_RTOL, AdamW, assert_close, run_oracle
+from tests.models import save_model, save_start
+from tests.oracle import LOSS_RTOL, AdamW, assert_close, round_matrices, run_oracle
 from tests.ranks.steps import RAGGED, _micro_batches, random_rows, run_steps
 from tests.ranks.test_checkpoint import check_resume, run
 from tests.run_ranks import run_ranks
 
 ROWS = [random_rows(RAGGED, seed=seed) for seed in range(3)]
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+)
 LORA = {"rank": 4, "targets": ["q_proj", "o_proj", "up_proj", "down_proj"]}
 
 
@@ -108,9 +111,10 @@ def test_the_model_rests_in_the_compute_dtype_and_stays_as_it_is(
     fast_first(
         [
             ("LL", "tp2", "tp2"),
-            ("PHI", "tp2", "fsdp2"),
+            ("PHIW+qlora", "tp2", "fsdp2"),
             ("LL", "both", "pp2"),
             ("LL", "pp2", "tp4"),
+            ("LLW+qlora", "pp2", "both"),
         ],
         2,
     ),
@@ -119,7 +123,7 @@ def test_resume_on_the_same_or_another_layout(
     tmp_path: Path, name: str, written: str, read: str
 ) -> None:
     """A checkpoint has the adapters alone, and the model stays where it is."""
-    adapters = save_adapters(save_model(name, tmp_path / name), tmp_path / "adapters")
+    _, adapters = save_start(name, tmp_path)
     check_resume(adapters, tmp_path, written, read)
     stored = open_model_index(tmp_path / "step-000002" / "model", read_facts(adapters)).pieces
     own = {name for name, pieces in stored.items() if "step-000002" in str(pieces[0].file)}
@@ -132,19 +136,21 @@ def test_resume_on_the_same_or_another_layout(
         [
             ("LL", "fsdp2"),
             ("PHI", "tp2"),
+            ("LLW+qlora", "tp2"),
+            ("PHIW+qlora", "fsdp2"),
             ("LL", "tp2"),
             ("Q3", "pp2"),
             ("OSS", "ep2"),
             ("DS", "ep2"),
         ],
-        2,
+        3,
     ),
 )
 def test_what_was_trained_is_what_peft_loads(tmp_path: Path, name: str, layout: str) -> None:
     """Whole, with the same logits, without the model's own weights (bug bank 31); and the merged
-    model has them too, in plain transformers."""
-    base = save_model(name, tmp_path / name)
-    start = save_adapters(base, tmp_path / "start")
+    model has them too, in plain transformers. What was trained on matrices of four bits has the
+    logits that it has on those of bitsandbytes."""
+    base, start = save_start(name, tmp_path)
     step, out, merged = tmp_path / "step-000002", tmp_path / "out", tmp_path / "merged"
     ranks = run(start, layout, range(2), save=step)
     facts = read_facts(step / "model")
@@ -164,8 +170,17 @@ def test_what_was_trained_is_what_peft_loads(tmp_path: Path, name: str, layout: 
     ids = torch.tensor([random_rows((40,))[0][0]])
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        if facts.adapters is not None and facts.adapters.quantize is not None:
+            quantized = AutoModelForCausalLM.from_pretrained(
+                base, dtype=torch.float32, quantization_config=NF4
+            )
+            # as in training: for evaluation, bitsandbytes rounds the scales to bf16 on CPU
+            theirs = PeftModel.from_pretrained(quantized.train(), out).train()(ids).logits
+            round_matrices(plain)
         before = plain(ids).logits
         beside = PeftModel.from_pretrained(plain, out).eval()(ids).logits
         inside = AutoModelForCausalLM.from_pretrained(merged).eval()(ids).logits
     assert (beside - before).abs().max() > 1e-2
     assert (beside - inside).abs().max() < 1e-5 * beside.abs().max()
+    if facts.adapters is not None and facts.adapters.quantize is not None:
+        assert (beside - theirs).abs().max() < 1e-5 * beside.abs().max()

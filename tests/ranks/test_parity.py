@@ -14,7 +14,7 @@ import pytest
 from shardwise.models.families import FAMILIES
 from shardwise.models.read import read_facts
 from shardwise.weights.names import fused_parts
-from tests.models import model_config, save_adapters, save_model
+from tests.models import mark_rounded, model_config, save_adapters, save_model
 from tests.oracle import (
     LOSS_RTOL,
     NORM_RTOL,
@@ -24,7 +24,17 @@ from tests.oracle import (
     assert_close,
     run_oracle,
 )
-from tests.ranks.layouts import ADAPTED_FAST, ADAPTED_SLOW, FAST, LORA, SLOW, Case
+from tests.ranks.layouts import (
+    ADAPTED_FAST,
+    ADAPTED_SLOW,
+    FAST,
+    LORA,
+    QLORA,
+    ROUNDED_FAST,
+    ROUNDED_SLOW,
+    SLOW,
+    Case,
+)
 from tests.ranks.steps import RAGGED, RankStep, _micro_batches, random_rows, run_steps
 from tests.run_ranks import run_ranks
 
@@ -32,32 +42,40 @@ NUM_STEPS = 5
 COMPARED = (0, NUM_STEPS - 1)
 """steps of which every gradient and parameter is compared; of the others loss and norm are"""
 EPS = 1e-3  # with 1e-8, a gradient of rounding noise would decide the first update
+CASES = FAST + SLOW + ADAPTED_FAST + ADAPTED_SLOW + ROUNDED_FAST + ROUNDED_SLOW
 BATCHES = [random_rows(RAGGED, seed=seed) for seed in range(NUM_STEPS)]
 FSDP2, TP2 = {"fsdp": 2}, {"tp": 2}
 
 
 @cache
 def saved(name: str) -> Path:
+    if name.endswith(QLORA):
+        return mark_rounded(save_adapters(saved(name.removesuffix(QLORA)), Path(mkdtemp()) / name))
     if name.endswith(LORA):
         return save_adapters(saved(name.removesuffix(LORA)), Path(mkdtemp()) / name)
     return save_model(name, Path(mkdtemp()) / name)
 
 
+def plain(name: str) -> str:
+    """Of a model with adapters the model."""
+    return name.removesuffix(LORA).removesuffix(QLORA)
+
+
 @cache
 def oracle(name: str) -> tuple[OracleStep, ...]:
     optimizer = AdamW(lr=1e-3, eps=EPS, weight_decay=0.1)
-    adapters = saved(name) if name.endswith(LORA) else None
-    model = saved(name.removesuffix(LORA))
+    adapters = saved(name) if name.endswith((LORA, QLORA)) else None
+    model = saved(plain(name))
     return tuple(run_oracle(model, BATCHES, optimizer, clip_norm=0.5, adapters=adapters))
 
 
-@pytest.mark.parametrize("case", FAST + ADAPTED_FAST, ids=str)
+@pytest.mark.parametrize("case", FAST + ADAPTED_FAST + ROUNDED_FAST, ids=str)
 def test_layout_equals_one_process(case: Case) -> None:
     check_parity(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW + ADAPTED_SLOW, ids=str)
+@pytest.mark.parametrize("case", SLOW + ADAPTED_SLOW + ROUNDED_SLOW, ids=str)
 def test_layout_equals_one_process_slow(case: Case) -> None:
     check_parity(case)
 
@@ -108,9 +126,7 @@ def check_replicas(got: list[RankStep]) -> None:
 def test_every_claimed_family_and_kind_is_in_the_matrix() -> None:
     """docs/capabilities.md says "proved" only of what runs here."""
     proved = {
-        (model_config(case.model.removesuffix(LORA)).model_type, kind)
-        for case in FAST + SLOW + ADAPTED_FAST + ADAPTED_SLOW
-        for kind in case.kinds
+        (model_config(plain(case.model)).model_type, kind) for case in CASES for kind in case.kinds
     }
     for family in FAMILIES.values():
         for kind in set(family.proved) - {"serve tp"}:

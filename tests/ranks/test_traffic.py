@@ -218,7 +218,9 @@ def test_ledger_of_other_families(
             ("Q3", {"dp": 2}, {}),
             ("LL", {"fsdp": 2}, {"lora": {"rank": 1}}),
             ("PHI", {"tp": 2}, {}),
+            ("LLW", {"fsdp": 2}, {"lora": {"rank": 4, "quantize": "nf4"}, "compute": "bf16"}),
             ("Q3", {"pp": 2, "fsdp": 2, "zero": 1}, {}),
+            ("PHIW", {"fsdp": 2, "tp": 2}, {"lora": {"rank": 4, "quantize": "nf4"}}),
             ("LL", {"fsdp": 2, "zero": 1}, {"compute": "bf16"}),
             ("Q3", {"dp": 2, "fsdp": 2}, {}),
             ("LL", {"tp": 2}, {}),
@@ -228,7 +230,7 @@ def test_ledger_of_other_families(
             ("Q3", {"cp": 2}, {}),
             ("DS", {"tp": 2, "sequence_parallel": True, "ep": 2}, {}),
         ],
-        4,
+        5,
     ),
     ids=str,
 )

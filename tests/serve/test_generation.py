@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.models import save_model
+from tests.models import save_model, save_start
+from tests.oracle import round_matrices
 from tests.run_ranks import run_ranks
 
 PROMPTS = [[5, 17, 3, 200, 9], list(range(40, 73)), [7]]
@@ -31,6 +32,8 @@ CASES = [
     ("MIX", 1),
     ("OSS", 1),
     ("DS", 1),
+    ("LLW+qlora", 2),
+    ("PHIW+qlora", 1),
 ]
 
 
@@ -73,8 +76,16 @@ def test_greedy_tokens_equal_generate(tmp_path: Path, name: str, tp: int) -> Non
     import torch
     from transformers import AutoModelForCausalLM
 
-    folder = save_model(name, tmp_path / name)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if name.endswith("+qlora"):
+        base, folder = save_start(name, tmp_path)
+    else:
+        base = folder = save_model(name, tmp_path / name)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    if base != folder:
+        from peft import PeftModel
+
+        round_matrices(plain)
+        plain = PeftModel.from_pretrained(plain, folder).merge_and_unload()
     expected = []
     for prompt in PROMPTS:
         output = plain.generate(

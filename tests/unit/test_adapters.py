@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from shardwise.errors import UserError
 from shardwise.models.adapters import complete, write_adapters
 from shardwise.models.facts import ModelFacts
 from shardwise.models.read import facts_of_config, facts_of_plan, read_facts
+from shardwise.planner.layout import why_illegal
 from shardwise.planner.memory import predict_memory, state_bytes
 from tests.models import model_config
 from tests.unit.test_facts import LLAMA_3_1_8B
@@ -187,3 +190,72 @@ def test_a_model_of_8b_needs_2_bytes_a_frozen_parameter(tmp_path: Path) -> None:
     assert memory.optimizer == 8 * 41_943_040
     sharded = plan.model_copy(update={"layout": Layout(fsdp=8)})
     assert predict_memory(sharded, found).weights == pytest.approx(memory.weights / 8, rel=1e-6)
+
+
+def rounded(name: str) -> ModelFacts:
+    plain = facts(name)
+    return replace(plain, adapters=complete(Lora(quantize="nf4"), plain))
+
+
+def test_a_model_of_8b_in_four_bits(tmp_path: Path) -> None:
+    """4.5 bits of each matrix in a layer, scales included; embedding, head and norms in bf16."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_1_8B, "dtype": "bfloat16"}))
+    bf16 = Precision(compute="bf16")
+    plan = Plan(model=str(tmp_path), task="qlora", layout=Layout(), precision=bf16)
+    found = facts_of_plan(plan)
+    outside = 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
+    assert found.num_packed_parameters == 8_030_261_248 - outside
+    frozen = 2 * outside + (8_030_261_248 - outside) * 9 // 16
+    assert state_bytes(plan, found) == frozen + 16 * 41_943_040
+    assert predict_memory(plan, found).weights == frozen + 4 * 41_943_040
+    sharded = predict_memory(plan.model_copy(update={"layout": Layout(fsdp=8)}), found)
+    assert sharded.weights == pytest.approx((frozen + 4 * 41_943_040) / 8, rel=1e-6)
+    split = predict_memory(plan.model_copy(update={"layout": Layout(tp=8)}), found)
+    assert sharded.weights < split.weights < 1.1 * sharded.weights  # some of the adapters are whole
+    served = plan.model_copy(update={"task": "serve"})
+    assert predict_memory(served, found).weights == frozen + 2 * 41_943_040
+
+
+def test_how_the_matrices_were_rounded_is_beside_the_adapters(tmp_path: Path) -> None:
+    save(tmp_path)
+    base, lora = tmp_path / "base", Lora(rank=8, targets=["q_proj"], quantize="nf4")
+    write_adapters(tmp_path, lora, base)
+    assert json.loads((tmp_path / "adapter_config.json").read_text()).get("quantize") is None
+    assert read_facts(tmp_path).adapters == lora
+    for content in ({"format": "nf4", "block_size": 128}, {"format": "nf4"}, {"a": 1}):
+        (tmp_path / "base_quantization.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"is not built; nf4 in blocks of 64 is"):
+            read_facts(tmp_path)
+    content = {"format": "int8", "block_size": 64}
+    (tmp_path / "base_quantization.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"quantize = 'int8'"):
+        read_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "words"),
+    [
+        ("LLW", Layout(tp=4), None),
+        ("PHIW", Layout(tp=4), None),
+        ("LL", Layout(), None),
+        ("LL", Layout(tp=2), r"1 blocks of 64 inputs of o_proj; tp sizes that work: 1\b"),
+        ("MOE0", Layout(), r"qlora is not proved for qwen3_moe"),
+        ("DS", Layout(), r"qlora is not proved for deepseek_v3"),
+    ],
+    ids=str,
+)
+def test_where_rounded_matrices_can_be_cut(name: str, layout: Layout, words: str | None) -> None:
+    """Between their blocks; mixtures of experts would keep most of what they are as it is."""
+    if words and "not proved" in words:
+        found = replace(facts(name), adapters=Lora(targets=["o_proj"], quantize="nf4"))
+    else:
+        found = rounded(name)
+    reason = why_illegal(layout, found, task="lora")
+    assert reason is None if words is None else re.search(words, str(reason)), reason
+
+
+def test_what_cannot_be_rounded() -> None:
+    with pytest.raises(UserError, match=r"blocks of 64 inputs, and q_proj of this model has 72"):
+        rounded("ODD")
+    with pytest.raises(UserError, match=r"gpt2 has no matrix"):
+        rounded("GPT2")

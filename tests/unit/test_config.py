@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Layout, Plan, load_plan, parse, plan_schema, read_yaml
+from shardwise.config import Layout, Lora, Plan, load_plan, parse, plan_schema, read_yaml
 from shardwise.errors import UserError
 
 MINIMAL = "model: some/dir\ntask: full\nlayout: {fsdp: 2}\n"
@@ -37,7 +37,8 @@ def test_a_plan_of_three_keys_is_valid_and_comes_back_equal(tmp_path: Path) -> N
         ("layout.tp=true", ["layout.tp = True", "valid integer"]),
         ("train.learning_rate=-1", ["train.learning_rate = -1"]),
         ("train.learning_rate=.nan", ["train.learning_rate = nan"]),
-        ("task=qlora", ["task = 'qlora'", "'full', 'lora' or 'serve'"]),
+        ("task=dora", ["task = 'dora'", "'full', 'lora', 'qlora' or 'serve'"]),
+        ("lora.quantize=int4", ["lora.quantize = 'int4'", "'nf4'"]),
         ("layout=3", ["layout = 3"]),
         ("version=2", ["version = 2"]),
         ("layout.tp", ["not of the form key=value"]),
@@ -101,3 +102,17 @@ def test_micro_batches_of_a_step_round_up() -> None:
 
 def load_plan_text(more: str) -> Plan:
     return parse(Plan, read_yaml(MINIMAL + more), source="test")
+
+
+def test_the_short_name_of_adapters_on_rounded_matrices(tmp_path: Path) -> None:
+    """`qlora` is written out, so that a plan says it in one way; what it is given besides stays."""
+    file = write(tmp_path / "plan.yaml", MINIMAL)
+    plan = load_plan(file, ["task=qlora", "lora.rank=4"])
+    assert (plan.task, plan.method) == ("lora", "qlora")
+    assert plan.lora == Lora(rank=4, quantize="nf4")
+    assert parse(Plan, read_yaml(plan.to_yaml()), source="test") == plan
+    assert load_plan(file, ["task=lora"]).method == "lora"
+    assert load_plan(file, ["task=qlora"]).lora == Lora(quantize="nf4")
+    assert load_plan(file, ["task=lora", "lora.quantize=nf4"]) == load_plan(file, ["task=qlora"])
+    with pytest.raises(UserError, match="lora = 3"):
+        load_plan(file, ["task=qlora", "lora=3"])

@@ -228,8 +228,8 @@ def test_tensor_parallel_divides_matrices_and_not_norms() -> None:
     facts = facts_of_config(SMOLLM2, source="smol")
     one, three = RankSizes.of(facts, Layout()), RankSizes.of(facts, Layout(tp=3))
     norms = 2 * facts.hidden_size
-    assert one.layer == facts.num_layer_parameters(facts.layers[0])
-    assert three.layer - norms == (one.layer - norms) // 3
+    assert one.layer_bytes(1) == facts.num_layer_parameters(facts.layers[0])
+    assert three.layer_bytes(1) - norms == (one.layer_bytes(1) - norms) // 3
     assert one.outer == facts.num_outer_parameters
 
 

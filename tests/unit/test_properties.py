@@ -45,7 +45,7 @@ def models(draw: Any) -> ModelFacts:
 def plans(draw: Any) -> tuple[Plan, ModelFacts]:
     """A training plan that could run."""
     facts, count = draw(models()), draw(st.sampled_from([1, 2, 3, 4, 6, 8, 16]))
-    task = draw(st.sampled_from(["full", "lora"]))
+    task = draw(st.sampled_from(["full", "lora", "qlora"]))
     layouts = list(legal_layouts(facts, count, task=task, most_cp=2)) or [Layout()]
     train = Train(
         seq_len=draw(st.integers(2, 4096)),

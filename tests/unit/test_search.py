@@ -70,7 +70,7 @@ def test_what_nothing_else_helps_is_sharded(smol: Path) -> None:
         "tp=2",
         "tp=2 does not divide the model's 9 attention heads; tp sizes that work: 1, 3",
     ) in (answer.rejected)
-    assert len(answer.levers) == 4
+    assert len(answer.levers) == 4  # rounded matrices are not needed
     assert [lever.plan.task for lever in answer.levers if lever.fits] == ["lora"]
 
 
@@ -86,13 +86,26 @@ def test_adapters_are_what_is_left_where_nothing_else_fits(smol: Path) -> None:
     assert ask(smol, "cpu:1", 3.1).chosen.plan.task == "full"  # type: ignore[union-attr]
 
 
+def test_rounded_matrices_are_the_last_resort(smol: Path) -> None:
+    """Where adapters on the matrices as they are do not fit, and never in place of a layout."""
+    least = ask(smol, "cpu:1", 0.5).levers[-1]
+    assert least.plan.method == "qlora"
+    answer = ask(smol, "cpu:1", least.memory.total / GIB + 0.01)
+    assert answer.verdict == "fits_compressed"
+    assert answer.chosen is not None
+    assert answer.chosen.plan.lora is not None
+    assert answer.chosen.plan.lora.quantize == "nf4"
+    assert "The plan is for that: task=qlora, not full." in verdict_text(answer)
+    assert [lever.fits for lever in answer.levers] == [False] * 4 + [True]
+
+
 def test_the_impossible_says_what_would_be_needed(smol: Path) -> None:
     answer = ask(smol, "cpu:2", 0.5)
     assert answer.verdict == "impossible"
     assert answer.chosen is None
     assert "No layout over the given devices fits" in verdict_text(answer)
     assert "1, 3" in verdict_text(answer)
-    assert "at the least with --task lora" in verdict_text(answer)
+    assert "at the least with --task qlora" in verdict_text(answer)
     assert any("fsdp=2" in name and "GiB" in reason for name, reason in answer.rejected)
 
 

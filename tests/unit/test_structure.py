@@ -16,6 +16,7 @@ ORDER = [  # each may import what stands before it
     ("errors", "config", "catalog", "console"),
     ("models.hub",),
     ("models.families", "models.planned", "models.layers", "models.adapters", "models.facts"),
+    ("models.nf4",),
     ("models.sizes", "models.read", "models.gguf", "models.lookup"),
     ("planner",),
     ("models.attention", "models.build", "parallel", "probe"),

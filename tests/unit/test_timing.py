@@ -257,6 +257,21 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     assert times[0].memory_s < times[1].memory_s
 
 
+def test_rounded_matrices_are_made_whole_each_time() -> None:
+    """As many FLOPs, and bytes for each number of a matrix: forward, backward and made again."""
+    adapted = replace(LLAMA, adapters=complete(Lora(rank=8), LLAMA))
+    rounded = replace(LLAMA, adapters=complete(Lora(rank=8, quantize="nf4"), LLAMA))
+    plan = plan_of("1xH100-80GB", Layout(), global_batch=4)
+    for again, mode in ((2, "none"), (3, "full"), (3, "selective")):
+        train = plan.train.model_copy(update={"checkpointing": mode})
+        one = plan.model_copy(update={"task": "lora", "train": train})
+        times = [step_time(one, facts, Toy()) for facts in (adapted, rounded)]
+        assert times[0].compute_s == times[1].compute_s
+        passes = again * plan.train.num_micro_batches(plan.layout)
+        more = Toy().memory_s(passes * rounded.num_packed_parameters * 22.5)
+        assert times[1].memory_s - times[0].memory_s == pytest.approx(more, rel=1e-3)
+
+
 def test_a_probed_machine_answers_as_before() -> None:
     """Its products at one rate, element-wise traffic, and every collective in full."""
     plan = plan_of("cpu:2", Layout(fsdp=2), global_batch=2)

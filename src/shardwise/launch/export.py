@@ -31,14 +31,14 @@ def start_export(
         ShardwiseError: the check found a difference.
     """
     from shardwise.weights.check import TOLERANCE
-    from shardwise.weights.save import DTYPES, export_adapters, export_model
+    from shardwise.weights.save import DTYPES, export_adapters, export_model, rounding_error
 
     directory, plan = find_model(source)
     facts = read_facts(directory)
     if merge and facts.adapters is None:
         raise UserError(f"{directory} holds no adapters, so there is nothing to --merge.")
     alone = facts.adapters is not None and not merge
-    name = dtype or ("fp32" if alone else _SHORT[facts.dtype])
+    name = ("fp32" if alone else _SHORT[facts.dtype]) if dtype is None else dtype
     if name not in DTYPES:
         raise UserError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}.")
     index = open_model_index(directory, facts)
@@ -50,6 +50,8 @@ def start_export(
     write = export_adapters if alone else export_model
     num_bytes = write(index, facts, out, DTYPES[name])
     console.out.print(f"exported {directory}: {console.gib(num_bytes)}, {name}")
+    if facts.adapters is not None and facts.adapters.quantize is not None:
+        console.out.print(_on_rounded(facts.adapters.quantize, rounding_error(index, facts), alone))
     if not check:
         return
     difference, largest = start_check(plan, directory, out, name)
@@ -57,6 +59,14 @@ def start_export(
     if not difference <= TOLERANCE * largest:
         raise ShardwiseError(f"{out} is NOT the model that was exported: {words}.")
     console.out.print(f"equal: {words}", style="green")
+
+
+def _on_rounded(quantize: str, error: float, alone: bool) -> str:
+    """What to know of adapters that were trained on rounded matrices."""
+    text = f"trained on matrices rounded to {quantize}, {100 * error:.1f}% away from the model's: "
+    if alone:
+        return text + "load it in 4 bits below them (bitsandbytes nf4), or use --merge"
+    return text + "written as they were then, with the adapters merged"
 
 
 def find_model(source: Path) -> tuple[Path, Plan]:

@@ -109,12 +109,18 @@ def _check_base(checkpoint: Path, plan: Plan) -> None:
 def as_resumed(run_dir: Path, plan: Plan) -> Plan:
     """A plan that says nothing of its adapters, with those of the run that it continues."""
     checkpoints = complete_checkpoints(run_dir)
-    if not checkpoints or plan.task != "lora" or plan.lora is not None:
+    if not checkpoints or plan.task != "lora":
+        return plan
+    said = plan.lora.model_fields_set if plan.lora is not None else set()
+    if said - {"quantize"}:
         return plan
     model = checkpoints[-1] / "model"
     if not (model / ADAPTER_CONFIG).exists():
         return plan
-    return plan.model_copy(update={"lora": read_adapters(model)})
+    lora = read_adapters(model)
+    if plan.lora is not None and plan.lora.quantize != lora.quantize:
+        return plan  # which is refused
+    return plan.model_copy(update={"lora": lora})
 
 
 def check_same_rows(run_dir: Path, plan: Plan, rows_folder: Path, num_steps: int) -> None:

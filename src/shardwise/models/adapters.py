@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 from shardwise.config import Lora, parse
 from shardwise.errors import UserError
 from shardwise.models.hub import read_config
-from shardwise.models.layers import Cut, Param
+from shardwise.models.layers import NF4_BLOCK, Cut, Param
 
 if TYPE_CHECKING:
     from shardwise.models.facts import ModelFacts
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+BASE_FILE = "base_quantization.json"
+"""beside these, where adapters were trained on rounded matrices: PEFT's files cannot say it"""
 LORA_A, LORA_B = "lora_A", "lora_B"
 """names of an adapter's two matrices, beside the `weight` that they belong to"""
 _PEFT_PREFIX = "base_model.model."
@@ -71,6 +73,8 @@ def with_adapters(
         return params
     found = {name: replace(param, trained=False) for name, param in params.items()}
     for module, param in adaptable(params, has_experts=has_experts).items():
+        if lora.quantize is not None:
+            found[f"{module}.weight"] = replace(param, trained=False, packed=True)
         if lora.targets is None or _leaf(module) in lora.targets:
             num_out, num_in = param.shape
             cut_a, cut_b = _CUTS[param.cut]
@@ -89,16 +93,10 @@ def complete(lora: Lora, facts: ModelFacts) -> Lora:
     """The same adapters with their targets named.
 
     Raises:
-        UserError: a target is no matrix of the model, or nothing can have an adapter.
+        UserError: a target is no matrix of the model, nothing can have an adapter, or a matrix is
+            not made of whole blocks.
     """
-    model_type = facts.model_type
-    known = list(
-        dict.fromkeys(
-            _leaf(module)
-            for kind in dict.fromkeys(facts.layers)
-            for module in adaptable(facts.params_of(kind), has_experts=facts.num_experts > 0)
-        )
-    )
+    model_type, known = facts.model_type, list(_widths(facts))
     if not known:
         raise UserError(f"{model_type} has no matrix that can have an adapter; use task=full.")
     targets = known if lora.targets is None else lora.targets
@@ -108,7 +106,29 @@ def complete(lora: Lora, facts: ModelFacts) -> Lora:
             f"lora.targets: {unknown[0]!r} is no matrix of {model_type} that can have an adapter; "
             f"there are: {', '.join(known)}."
         )
+    reason = why_not_packed(facts)
+    if lora.quantize is not None and reason is not None:
+        raise UserError(f"lora.quantize={lora.quantize} {reason}; leave lora.quantize out.")
     return lora.model_copy(update={"targets": [name for name in known if name in targets]})
+
+
+def _widths(facts: ModelFacts) -> dict[str, int]:
+    """The matrices of a model that can have an adapter, and how many inputs each has."""
+    return {
+        _leaf(module): param.shape[1]
+        for kind in dict.fromkeys(facts.layers)
+        for module, param in adaptable(
+            facts.params_of(kind), has_experts=facts.num_experts > 0
+        ).items()
+    }
+
+
+def why_not_packed(facts: ModelFacts) -> str | None:
+    """The reason why a model's matrices cannot rest in four bits; None if they can."""
+    for name, width in _widths(facts).items():
+        if width % NF4_BLOCK:
+            return f"rounds blocks of {NF4_BLOCK} inputs, and {name} of this model has {width}"
+    return None
 
 
 def file_name(parameter: str) -> str:
@@ -141,7 +161,12 @@ def read_adapters(directory: Path) -> Lora:
     if not isinstance(targets, list) or not targets:
         raise UserError(f"{file}: target_modules={targets!r}; a list of names is expected.")
     names = sorted({_leaf(str(name)) for name in targets})
-    data = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8), "targets": names}
+    data = {
+        "rank": config.get("r", 8),
+        "alpha": config.get("lora_alpha", 8),
+        "targets": names,
+        "quantize": _read_base(directory / BASE_FILE),
+    }
     try:
         return parse(Lora, data, source=str(file))
     except UserError as error:  # by the names that the file has
@@ -149,8 +174,21 @@ def read_adapters(directory: Path) -> Lora:
         raise UserError(text) from None
 
 
+def _read_base(file: Path) -> Any:
+    """How the matrices below some adapters were rounded; None: they were not."""
+    if not file.exists():
+        return None
+    content = read_config(file)
+    if content != {"format": content.get("format"), "block_size": NF4_BLOCK}:
+        raise UserError(f"{file}: {content} is not built; nf4 in blocks of {NF4_BLOCK} is.")
+    return content["format"]
+
+
 def write_adapters(directory: Path, lora: Lora, base: Path) -> None:
-    """Write `adapter_config.json`, as PEFT reads it."""
+    """Write `adapter_config.json`, as PEFT reads it, and what it cannot say."""
+    if lora.quantize is not None:
+        content = {"format": lora.quantize, "block_size": NF4_BLOCK}
+        _write(directory / BASE_FILE, content)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -163,9 +201,13 @@ def write_adapters(directory: Path, lora: Lora, base: Path) -> None:
         "bias": "none",
         "fan_in_fan_out": False,
     }
-    partial = directory / f".{ADAPTER_CONFIG}.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    partial.replace(directory / ADAPTER_CONFIG)
+    _write(directory / ADAPTER_CONFIG, config)
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(file)
 
 
 def _leaf(module: str) -> str:

@@ -127,7 +127,9 @@ class ModelFacts:
                 else:
                     module, _, leaf = name.rpartition(".")
                     params |= {
-                        f"{module}.{part}.{leaf}": replace(p, trained=param.trained)
+                        f"{module}.{part}.{leaf}": replace(
+                            p, trained=param.trained, packed=param.packed
+                        )
                         for part, p in param.parts.items()
                     }
             self._on_rank[key] = {
@@ -176,6 +178,15 @@ class ModelFacts:
         """Everything that the model's files must hold -> shape."""
         return {**self.parameter_shapes, **self.buffer_shapes}
 
+    def packed_parameters(self, *, tp: int = 1) -> set[str]:
+        """Names of those that rest in four bits, on a rank of `tp`."""
+        return {
+            f"{self.family.names.layers}.{number}.{name}"
+            for number, kind in enumerate(self.layers)
+            for name, param in self.params_on_rank(kind, tp=tp, ep=1).items()
+            if param.packed
+        }
+
     def num_layer_parameters(self, kind: LayerKind) -> int:
         """Parameters of one decoder layer."""
         return self._counts[kind][0]
@@ -223,6 +234,13 @@ class ModelFacts:
         if self.adapters is None:
             return self.num_parameters
         return sum(self.num_trained_of(kind) for kind in self.layers)
+
+    @cached_property
+    def num_packed_parameters(self) -> int:
+        """Those that rest in four bits."""
+        return sum(
+            param.num_packed for kind in self.layers for param in self.params_of(kind).values()
+        )
 
     def num_trained_of(self, kind: LayerKind) -> int:
         """Parameters of one decoder layer that are trained."""

@@ -13,12 +13,13 @@ from itertools import combinations
 from typing import Literal
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
-LORA = "lora"
+LORA, QLORA = "lora", "qlora"
 KINDS = (
     *("dp", "fsdp", "ZeRO-1", "ZeRO-2", "tp", "sequence parallel", "pp", "cp", "ep"),
-    *("serve tp", LORA),
+    *("serve tp", LORA, QLORA),
 )
-"""kinds of parallelism, each alone; and adapters, in every layout that is proved without them"""
+"""kinds of parallelism, each alone; and adapters, on matrices as they are and in four bits, in
+every layout that is proved without them"""
 PAIRS = tuple(" x ".join(pair) for pair in combinations(AXES, 2))
 """kinds two at a time, in the order of the mesh"""
 ALL_KINDS = (*KINDS, *PAIRS)
@@ -192,7 +193,7 @@ _QWEN_EXPERTS = StoredExperts(
 _DENSE_KINDS = tuple(kind for kind in ALL_KINDS if kind != "ep")
 _UNRULED_KINDS = ("dp", "fsdp", "ZeRO-1", "ZeRO-2", "dp x fsdp")
 """of a model whose matrices nobody has rules for"""
-_EXPERT_KINDS = tuple(kind for kind in ALL_KINDS if kind != "serve tp")
+_EXPERT_KINDS = tuple(kind for kind in ALL_KINDS if kind not in ("serve tp", QLORA))
 
 FAMILIES: dict[str, Family] = {
     row.model_type: row

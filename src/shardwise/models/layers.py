@@ -5,6 +5,7 @@ A family names one kind of attention and one of MLP; each is a function from siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 Cut = Literal["whole", "shared", "columns", "rows", "kv_heads", "experts", "parts"]
 Shape = tuple[int, ...]
+NF4_BLOCK, NF4_BLOCK_BYTES = 64, 36
+"""numbers of a row that share a scale in four bits, and the bytes that they take (models/nf4.py)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,13 @@ class Param:
     parts: Mapping[str, Param] | None = None
     trained: bool = True
     """not beside adapters, which are trained instead"""
+    packed: bool = False
+    """whether its numbers rest in four bits (`Lora.quantize`)"""
+
+    @property
+    def num_packed(self) -> int:
+        """Numbers in four bits."""
+        return math.prod(self.shape) if self.packed else 0
 
     def on_rank(self, *, tp: int, ep: int, num_kv_heads: int) -> Param:
         """What one rank has of it, before FSDP."""
@@ -42,6 +52,11 @@ class Param:
         }.get(self.cut, (0, 1))
         shape = tuple(n // ranks if d == dim else n for d, n in enumerate(self.shape))
         return replace(self, shape=shape)
+
+
+def packed_bytes(numbers: int) -> int:
+    """Bytes of so many numbers in four bits, their scales included."""
+    return numbers // NF4_BLOCK * NF4_BLOCK_BYTES
 
 
 class LayerKind(NamedTuple):  # not a dataclass: a search counts millions of them

@@ -4,10 +4,11 @@ the bytes that a layer keeps within what tests/unit/test_memory.py allows.
 
 from __future__ import annotations
 
-from shardwise.models.families import FAMILIES, LORA, Experts, Family, StoredExperts
+from shardwise.models.families import FAMILIES, LORA, QLORA, Experts, Family, StoredExperts
 
 _DENSE, _MIXTURE = (
-    tuple(kind for kind in FAMILIES[name].proved if kind != LORA) for name in ("llama", "mixtral")
+    tuple(kind for kind in FAMILIES[name].proved if kind not in (LORA, QLORA))
+    for name in ("llama", "mixtral")
 )
 """kinds that are counted; what adapters keep is not"""
 _UNSPLIT = tuple(kind for kind in _DENSE if not {"tp", "cp", "parallel"} & set(kind.split()))

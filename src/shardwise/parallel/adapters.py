@@ -11,16 +11,18 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from shardwise.models.adapters import LORA_A, LORA_B
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
+from shardwise.models.nf4 import linear, packed_shape
 
 
 def apply_adapters(model: PreTrainedModel, facts: ModelFacts, dtype: torch.dtype) -> None:
-    """Freeze a model on the meta device and put its adapters in, in place.
+    """Freeze a model on the meta device and put its adapters in, in place. Matrices that rest in
+    four bits become matrices of bytes.
 
     Args:
         facts: `adapters` and the layers' parameters are used.
@@ -34,6 +36,8 @@ def apply_adapters(model: PreTrainedModel, facts: ModelFacts, dtype: torch.dtype
             continue
         for name, param in facts.params_of(kind).items():
             path, _, leaf = name.rpartition(".")
+            if param.packed:
+                _pack(layer.get_submodule(path))
             if leaf in (LORA_A, LORA_B):
                 tensor = torch.empty(param.shape, dtype=dtype, device="meta")
                 layer.get_submodule(path).register_parameter(leaf, nn.Parameter(tensor))
@@ -42,14 +46,23 @@ def apply_adapters(model: PreTrainedModel, facts: ModelFacts, dtype: torch.dtype
                 module.forward = _beside(module, module.forward, facts.adapters.scale)
 
 
+def _pack(module: nn.Module) -> None:
+    """Let a linear module have bytes in place of numbers."""
+    packed = torch.empty(
+        packed_shape(*module.get_parameter("weight").shape), dtype=torch.uint8, device="meta"
+    )
+    module.register_parameter("weight", nn.Parameter(packed, requires_grad=False))
+    module.forward = lambda x: linear(x, module.weight, module.bias)
+
+
 def _beside(
     module: nn.Module, inner: Callable[[torch.Tensor], torch.Tensor], scale: float
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """W x + scale B A x, of what the module's parameters are when it is called."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        low = linear(x, module.lora_A) * scale
-        return inner(x) + linear(low, module.lora_B)
+        low = F.linear(x, module.lora_A) * scale
+        return inner(x) + F.linear(low, module.lora_B)
 
     return forward
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn import functional as F
 
 from shardwise.models.adapters import LORA_A, LORA_B
 from shardwise.models.build import Absent, decoder_layers
 from shardwise.models.facts import ModelFacts
 from shardwise.models.layers import Param
+from shardwise.models.nf4 import linear
 
 
 class Fused(nn.Module):
@@ -37,7 +38,7 @@ class Fused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., outs]"""
-        low = None if self._scale is None else linear(x, self.lora_A) * self._scale
+        low = None if self._scale is None else F.linear(x, self.lora_A) * self._scale
         return torch.cat([part(x, low) for part in self.children()], dim=-1)
 
 
@@ -46,17 +47,17 @@ class _Matrix(nn.Linear):
 
     def __init__(self, whole: nn.Linear, shape: tuple[int, ...], *, has_adapter: bool) -> None:
         num_out, num_in = shape
-        dtype = whole.weight.dtype
-        super().__init__(num_in, num_out, bias=False, device="meta", dtype=dtype)
-        self.weight.requires_grad_(whole.weight.requires_grad)
+        super().__init__(num_in, num_out, bias=False, device="meta")
+        rows = whole.weight.new_empty(num_out, whole.weight.shape[1])  # of numbers, or of bytes
+        self.weight = nn.Parameter(rows, requires_grad=whole.weight.requires_grad)
         if has_adapter:
             b = whole.get_parameter(LORA_B)
             self.register_parameter(LORA_B, nn.Parameter(b.new_empty(num_out, b.shape[1])))
 
     def forward(self, x: torch.Tensor, low: torch.Tensor | None = None) -> torch.Tensor:
         """[..., in] -> [..., out]; `low` [..., rank] is what the adapter's A has made of x."""
-        y = super().forward(x)
-        return y if low is None else y + linear(low, self.lora_B)
+        y = linear(x, self.weight, None)
+        return y if low is None else y + F.linear(low, self.lora_B)
 
 
 class _OfRank:

@@ -120,7 +120,8 @@ def suggest(answer: Answer) -> str:
     """What would make an impossible task possible."""
     facts = answer.facts
     least = min((answer.single, *answer.levers), key=lambda option: option.memory.total)
-    how = "" if least.plan.task == answer.single.plan.task else f" with --task {least.plan.task}"
+    same = least.plan.method == answer.single.plan.method
+    how = "" if same else f" with --task {least.plan.method}"
     sizes = ", ".join(str(n) for n in legal_tp_sizes(facts))
     return (
         f"one device would need {least.memory.total / GIB:.2f} GiB at the least{how}; take more "

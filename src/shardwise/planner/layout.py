@@ -10,7 +10,8 @@ from typing import Literal
 from shardwise.config import Layout, Plan
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
-from shardwise.models.families import AXES, LORA
+from shardwise.models.families import AXES, LORA, QLORA
+from shardwise.models.layers import NF4_BLOCK
 from shardwise.planner.stages import why_not_scheduled
 
 KV = "KV heads"
@@ -43,7 +44,7 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
             "reduces gradients once a step, which is ZeRO-1; set zero=1"
         )
     family = facts.family
-    others = sorted(_kinds(layout, task) - set(family.kinds))
+    others = sorted(_kinds(layout, facts, task) - set(family.kinds))
     if others:
         done, known = "proved" if family.proved else "planned", ", ".join(family.kinds) or "none"
         return f"{others[0]} is not {done} for {facts.model_type}; {done} for it: {known}"
@@ -204,11 +205,12 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
     return plan
 
 
-def _kinds(layout: Layout, task: str) -> set[str]:
+def _kinds(layout: Layout, facts: ModelFacts, task: str) -> set[str]:
     """The kinds of parallelism (rows of the capability table) that a layout uses."""
+    adapters = set() if facts.adapters is None or facts.adapters.quantize is None else {QLORA}
     if task == "serve":
-        return {"serve tp"} if layout.tp > 1 else set()
-    adapters = {LORA} if task == "lora" else set()
+        return {*adapters, "serve tp"} if layout.tp > 1 else adapters
+    adapters |= {LORA} if task == "lora" else set()
     axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     kinds = {*adapters, *axes, *(" x ".join(pair) for pair in combinations(axes, 2))}
     if layout.sequence_parallel:
@@ -232,4 +234,10 @@ def _split_by_tp(facts: ModelFacts) -> dict[str, int]:
         split["feed-forward columns"] = facts.intermediate_size
     if facts.shared_width:
         split["columns of shared experts"] = facts.shared_width
+    split |= {
+        f"blocks of {NF4_BLOCK} inputs of {name.split('.')[-2]}": param.shape[1] // NF4_BLOCK
+        for kind in set(facts.layers)
+        for name, param in facts.params_of(kind).items()
+        if param.packed and param.cut == "rows"
+    }
     return split

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shardwise.config import GIB, Layout, Memory, Plan
 from shardwise.models.facts import ModelFacts
-from shardwise.models.layers import LayerKind
+from shardwise.models.layers import LayerKind, packed_bytes
 from shardwise.planner.activations import (
     FP32,
     activation_bytes_per_token,
@@ -48,6 +48,14 @@ class LayerSizes:
     """all of them, or their adapters"""
     own_adapters: int
     """what one shard keeps of the adapters: each is cut by its first dimension, rounded up"""
+    packed: int
+    """of the values those that rest in four bits"""
+    unpacked: int
+    """values of the largest matrix of these: one is made whole at a time"""
+
+    def num_bytes(self, c: int) -> int:
+        """Of one layer, in a compute dtype of c bytes."""
+        return (self.values - self.packed) * c + packed_bytes(self.packed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +69,23 @@ class RankSizes:
     trains_adapters: bool
     """and nothing else"""
 
+    def layer_bytes(self, c: int) -> int:
+        """Of the largest layer, in a compute dtype of c bytes."""
+        return max((sizes.num_bytes(c) for sizes in self.layers), default=0)
+
+    def total_bytes(self, c: int) -> int:
+        """Of all of them, in a compute dtype of c bytes."""
+        return sum(sizes.count * sizes.num_bytes(c) for sizes in self.layers) + self.outer * c
+
     @property
-    def layer(self) -> int:
-        """Of the largest layer."""
-        return max((sizes.values for sizes in self.layers), default=0)
+    def packed(self) -> int:
+        """Those that rest in four bits."""
+        return sum(sizes.count * sizes.packed for sizes in self.layers)
+
+    @property
+    def unpacked(self) -> int:
+        """Values of the largest of these matrices."""
+        return max((sizes.unpacked for sizes in self.layers), default=0)
 
     @property
     def outer(self) -> int:
@@ -96,6 +117,11 @@ class RankSizes:
         if not self.trains_adapters:
             return self.own(layout)
         return sum(sizes.count * sizes.own_adapters for sizes in self.layers)
+
+    def own_frozen_bytes(self, layout: Layout, c: int) -> int:
+        """What one rank keeps of what is not trained, in a compute dtype of c bytes."""
+        numbers = self.own(layout) - self.own_trained(layout) - -(-self.packed // layout.num_shards)
+        return numbers * c + -(-packed_bytes(self.packed) // layout.num_shards)
 
     def own(self, layout: Layout) -> int:
         """What one rank keeps of them."""
@@ -141,6 +167,8 @@ def _layer_sizes(facts: ModelFacts, layout: Layout, kind: LayerKind, count: int)
         own_adapters=0
         if facts.adapters is None
         else sum(cut(param.shape, layout.num_shards) for param in params if param.trained),
+        packed=sum(param.num_packed for param in params),
+        unpacked=max((param.num_packed for param in params), default=0),
     )
 
 
@@ -228,10 +256,10 @@ def _with_reserve(plan: Plan, parts: dict[str, int]) -> Memory:
 
 def state_bytes(plan: Plan, facts: ModelFacts) -> int:
     """Weights, gradients and the two moments of AdamW, all fp32: 16 bytes a parameter; and what
-    adapters leave frozen, in the compute dtype."""
-    trained = facts.num_trained_parameters
-    frozen = facts.num_parameters - trained
-    return 4 * FP32 * trained + plan.precision.compute_bytes * frozen
+    adapters leave frozen, in the compute dtype or in four bits."""
+    trained, packed = facts.num_trained_parameters, facts.num_packed_parameters
+    frozen = facts.num_parameters - trained - packed
+    return 4 * FP32 * trained + plan.precision.compute_bytes * frozen + packed_bytes(packed)
 
 
 def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
@@ -246,10 +274,10 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
     stages = stages_of_rank(plan, facts, rank)
     sizes = RankSizes.of(facts, layout, stages)
     c = plan.precision.compute_bytes
-    own, trained = sizes.own(layout), sizes.own_trained(layout)
+    trained, unpacked = sizes.own_trained(layout), sizes.unpacked * c
     tokens = local_tokens(plan)
     received = _received_bytes(plan, facts, stages)
-    gathered = (sizes.total if layout.keeps_gathered else sizes.outer) * c
+    gathered = sizes.total_bytes(c) if layout.keeps_gathered else sizes.outer * c
     r = plan.precision.reduce_bytes
     # of the micro-batches before this one
     summed = sizes.trained * r if layout.reduces_once else trained * FP32
@@ -262,8 +290,9 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
         {
             "gradients": gradients,
             "activations": _activations(plan, facts, passes, stages),
-            "logits": _logits(plan, facts, tokens) if sizes.head else 0,
-            "buffers": gathered + 2 * sizes.layer * c + received + _masks(plan, facts, passes),
+            # the last layer unpacks a matrix where the logits have been
+            "logits": max(_logits(plan, facts, tokens) if sizes.head else 0, unpacked),
+            "buffers": gathered + 2 * sizes.layer_bytes(c) + received + _masks(plan, facts, passes),
         }
         for passes, gradients in moments
         if passes
@@ -274,16 +303,17 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
         "logits": 0,
         "buffers": sizes.outer * c
         + sizes.trained_outer * (c + r)
-        + 2 * (sizes.layer * c + sizes.trained_layer * r),
+        + 2 * (sizes.layer_bytes(c) + sizes.trained_layer * r)
+        + unpacked,
     }
     if layout.pp > 1:
         at_end["activations"] = 0
         at_end["gradients"] += sizes.trained * r
         largest = max(sizes.trained_layer, sizes.trained_outer)
-        at_end["buffers"] = sizes.total * c + largest * r + received
+        at_end["buffers"] = sizes.total_bytes(c) + largest * r + received
     peak = max(*at_loss, at_end, key=lambda parts: sum(parts.values()))
     states = {
-        "weights": trained * FP32 + (own - trained) * c,
+        "weights": trained * FP32 + sizes.own_frozen_bytes(layout, c),
         "optimizer": 2 * trained * FP32,
     }
     return {**states, **peak, "kv_cache": 0}
@@ -367,10 +397,10 @@ def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
     layer = (2 * facts.hidden_size + 4 * width // tp + 2 * facts.q_size // tp) * c
     cached = facts.cache_size if facts.latent else facts.cache_size // min(tp, facts.num_kv_heads)
     return {
-        "weights": sizes.total * c,
+        "weights": sizes.total_bytes(c),
         "gradients": 0,
         "optimizer": 0,
-        "activations": layer * context,
+        "activations": layer * context + sizes.unpacked * c,
         "logits": 2 * facts.vocab_size * FP32,
         "buffers": 0,
         "kv_cache": facts.num_layers_with_cache * cached * c * context + facts.state_size * FP32,

@@ -80,7 +80,7 @@ def page(answer: Answer) -> str:
     shown, served, to_run = chosen or answer.single, answer.load is not None, plan_to_run(answer)
     return environment.get_template(_TEMPLATE).render(
         version=__version__,
-        task=TASKS[answer.single.plan.task],
+        task=TASKS[answer.single.plan.method],
         model=shown.plan.model.rstrip("/").rsplit("/", 1)[-1],
         sizes=f"{facts.model_type}, {count(facts.num_parameters)} parameters, "
         f"{facts.num_layers} layers, {facts.num_heads} heads, {facts.num_kv_heads} KV heads",

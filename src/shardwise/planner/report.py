@@ -32,7 +32,12 @@ from shardwise.planner.traffic import traffic
 _REJECTED_PER_REASON = 3
 _REJECTED = 10
 _NUMBERS = re.compile(r"[\d.,]+")
-TASKS = {"full": "full fine-tuning", "lora": "fine-tuning of adapters", "serve": "serving"}
+TASKS = {
+    "full": "full fine-tuning",
+    "lora": "fine-tuning of adapters",
+    "qlora": "fine-tuning of adapters on matrices of four bits",
+    "serve": "serving",
+}
 PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -77,8 +82,8 @@ def verdict_text(answer: Answer) -> str:
         devices = chosen.plan.layout.world_size
         text += f" Sharded over {devices} devices ({chosen.name}) it needs "
         text += f"{gib(chosen.memory.total)} on each: it fits."
-    if chosen.plan.task != single.plan.task:
-        text += f" The plan is for that: task={chosen.plan.task}, not {single.plan.task}."
+    if chosen.plan.method != single.plan.method:
+        text += f" The plan is for that: task={chosen.plan.method}, not {single.plan.method}."
     return text
 
 
@@ -89,7 +94,7 @@ def render(answer: Answer, *, top: int = 1) -> RenderableType:
         top: layouts to compare in a table; 1: none.
     """
     facts, asked = answer.facts, answer.single.plan
-    what = TASKS[asked.task]
+    what = TASKS[asked.method]
     title = Text.assemble(
         (f"{what} of {asked.model.rstrip('/').rsplit('/', 1)[-1]}", "bold"),
         f"  {facts.model_type}, {count(facts.num_parameters)} parameters, "

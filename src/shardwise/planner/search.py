@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.config import GIB, Layout, Lora, Plan, Precision, Prediction
-from shardwise.models.adapters import complete
+from shardwise.models.adapters import complete, why_not_packed
 from shardwise.models.facts import ModelFacts
-from shardwise.models.families import LORA
+from shardwise.models.families import LORA, QLORA
 from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, Verdict
 from shardwise.planner.layout import check_plan, legal_layouts, why_illegal, why_too_few_rows
 from shardwise.planner.memory import predict_memory, stage_bytes
@@ -90,7 +90,7 @@ def search(
     if single.fits and not fixed:
         fitting.append(single)
     one_device = [lever for lever in levers if lever.fits]
-    same_task = [lever for lever in one_device if lever.plan.task == plan.task]
+    same_task = [lever for lever in one_device if lever.plan.method == plan.method]
     if not fitting and not fixed:  # the task as asked, sharded, before cheaper settings on one
         fitting = one_device[:1]
     if not fixed and "pipeline_schedule" not in plan.train.model_fields_set:
@@ -142,7 +142,7 @@ def _verdict(single: Option, same_task: list[Option], chosen: Option | None) -> 
         return "fits_one_device"
     if chosen is None:
         return "fits_compressed" if same_task else "impossible"
-    compressed = same_task or chosen.plan.task != single.plan.task
+    compressed = same_task or chosen.plan.method != single.plan.method
     return "fits_compressed" if compressed else "shard"
 
 
@@ -236,6 +236,8 @@ def _levers(plan: Plan, facts: ModelFacts, clock: Clock) -> list[Option]:
     options = [_option(name, candidate, facts, clock) for name, candidate in steps]
     if one.task == "full" and LORA in facts.family.proved:
         options.append(_adapters(one, facts, clock))
+    if one.trains and one.method != "qlora" and not any(option.fits for option in options):
+        options += _rounded(one, facts, clock)
     return options
 
 
@@ -244,6 +246,21 @@ def _adapters(plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     facts = replace(facts, adapters=complete(Lora(), facts))
     share = 100 * facts.num_trained_parameters / facts.num_parameters
     name = f"+ task=lora (trains {share:.2g}% of the parameters: adapters, not the model)"
+    return _with_adapters(name, plan, facts, clock)
+
+
+def _rounded(plan: Plan, facts: ModelFacts, clock: Clock) -> list[Option]:
+    """Adapters on matrices of four bits, where the model's can be rounded."""
+    lora = (facts.adapters or Lora()).model_copy(update={"quantize": "nf4"})
+    if QLORA not in facts.family.proved or why_not_packed(facts) is not None:
+        return []
+    facts = replace(facts, adapters=complete(lora, facts))
+    share = 100 * facts.num_packed_parameters / facts.num_parameters
+    name = f"+ task=qlora ({share:.2g}% of the parameters rounded to four bits)"
+    return [_with_adapters(name, plan, facts, clock)]
+
+
+def _with_adapters(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     own = Clock.of(facts, clock.speeds or clock.why_none, clock.node)
     changes = {"task": "lora", "lora": facts.adapters}
     return _option(name, plan.model_copy(update=changes), facts, own)

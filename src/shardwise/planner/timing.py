@@ -209,9 +209,9 @@ class StepTimer:
     def _state_bytes(self, plan: Plan, sizes: RankSizes, stages: Sequence[StageSpec]) -> float:
         """Read and written once a step: by the update, and by FSDP's copies."""
         updates = sizes.own_trained(plan.layout) * FP32 * _UPDATE_TENSORS
-        c, r = plan.precision.compute_bytes, plan.precision.reduce_bytes
+        r = plan.precision.reduce_bytes
         copied = sum(
-            group.values * group.gathers * c + group.trained * group.reductions * r
+            group.num_bytes * group.gathers + group.trained * group.reductions * r
             for group in fsdp_groups(plan, self.facts, stages)
             if group.num_ranks > 1 or plan.layout.dp > 1
         )

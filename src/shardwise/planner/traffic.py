@@ -93,18 +93,18 @@ class FsdpGroups:
     axis: str
     num_ranks: int
     """that share one"""
-    values: int
-    """of one group"""
+    num_bytes: int
+    """of one group, gathered"""
     trained: int
-    """of these"""
+    """values of these"""
     gathers: int
     """of all of them in a step"""
     reductions: int
 
     @property
-    def shard(self) -> int:
-        """Values of one group that a rank keeps."""
-        return -(-self.values // self.num_ranks)
+    def shard_bytes(self) -> int:
+        """Of one group, what a rank keeps and sends."""
+        return -(-self.num_bytes // self.num_ranks)
 
     @property
     def trained_shard(self) -> int:
@@ -115,31 +115,32 @@ class FsdpGroups:
 def fsdp_groups(plan: Plan, facts: ModelFacts, stages: Sequence[StageSpec]) -> list[FsdpGroups]:
     """The groups of a rank's layers, and what is outside of them."""
     layout, sizes = plan.layout, RankSizes.of(facts, plan.layout, stages)
+    c = plan.precision.compute_bytes
     found = []
     for layers in sizes.layers:
         experts = 0 if sizes.trains_adapters else layers.experts
-        values, trained = layers.values - layers.experts, layers.trained - experts
+        num_bytes = layers.num_bytes(c) - layers.experts * c
+        trained = layers.trained - experts
         if sizes.trains_adapters:  # of which a shard may be mostly padding
             padded = layers.own_adapters * layout.num_shards
-            values, trained = values - trained + padded, padded
-        dense = values, trained
-        found.append(("fsdp", *dense, layers.count, True))
+            num_bytes, trained = num_bytes + (padded - trained) * c, padded
+        found.append(("fsdp", num_bytes, trained, layers.count, True))
         if layers.experts:
-            found.append(("efsdp", layers.experts, experts, layers.count, True))
+            found.append(("efsdp", layers.experts * c, experts, layers.count, True))
     outer = [RankSizes.of(facts, plan.layout, [stage]) for stage in stages]
-    found += [("fsdp", one.outer, one.trained_outer, 1, False) for one in outer if one.outer]
+    found += [("fsdp", one.outer * c, one.trained_outer, 1, False) for one in outer if one.outer]
     num_micro = plan.train.num_micro_batches(layout)
     gathers = 1 if layout.zero == 1 else num_micro
     return [
         FsdpGroups(
             axis=axis,
             num_ranks=layout.num_shards if axis == "fsdp" else layout.num_expert_shards,
-            values=values,
+            num_bytes=num_bytes,
             trained=trained,
             gathers=count * gathers * (2 if layout.zero == 3 and is_layer else 1),
             reductions=count * (1 if layout.reduces_once else num_micro),
         )
-        for axis, values, trained, count, is_layer in found
+        for axis, num_bytes, trained, count, is_layer in found
     ]
 
 
@@ -150,7 +151,7 @@ def _shard_traffic(plan: Plan, group: FsdpGroups) -> list[Collective]:
     if n == 1:
         return []
     moved: list[tuple[Op, int, int]] = [
-        ("all_gather", group.gathers, group.values * c),
+        ("all_gather", group.gathers, group.num_bytes),
         ("reduce_scatter", group.reductions, group.trained * r),
     ]
     if plan.devices.kind == "cpu":
@@ -158,7 +159,7 @@ def _shard_traffic(plan: Plan, group: FsdpGroups) -> list[Collective]:
         of_one_pass = not layout.reduces_once or plan.train.num_micro_batches(layout) == 1
         sent = min(c, r) if of_one_pass and layout.pp == 1 else r
         moved = [
-            ("send", group.gathers * (n - 1), group.shard * c),
+            ("send", group.gathers * (n - 1), group.shard_bytes),
             ("all_to_all", group.reductions, group.trained * sent),
         ]
     return [

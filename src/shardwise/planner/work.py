@@ -14,6 +14,10 @@ from shardwise.planner.memory import local_tokens
 TRAFFIC_PER_KEPT_BYTE = 10
 """Bytes that a layer's element-wise operations read and write, forward and backward, for each byte
 it keeps. Counted by dispatch over the families: 8.4 to 11.5 in fp32, 10.8 to 15 in bf16."""
+UNPACKING_BYTES = 20.5
+"""read and written for each number of four bits that is made whole, besides the result: codes 0.5
+and 2 + 2 as integers, the numbers in fp32 written, scaled (read and written), and read (16), by
+models/nf4.py"""
 FORWARD_SHARE = 1 / 3
 """of that traffic"""
 HOST_OPS = {False: (36, 72), True: (16, 32)}
@@ -50,11 +54,14 @@ def layer_work(plan: Plan, facts: ModelFacts, kind: LayerKind) -> LayerWork:
     """What a layer of a kind does. Element-wise bytes are those of a tensor-parallel rank."""
     layout, tokens = plan.layout, local_tokens(plan)
     moved = _moved_bytes_per_token(plan, facts, kind) * tokens
+    params = facts.params_on_rank(kind, tp=layout.tp, ep=layout.ep).values()
+    packed = sum(param.num_packed for param in params)
+    unpacking = packed * (UNPACKING_BYTES + plan.precision.compute_bytes)
     return LayerWork(
         products=tuple(_products(facts, kind, layout, tokens)),
         attention_flops=2 * tokens * _seen(plan, kind) * _attention_width(facts) / layout.tp,
-        forward_bytes=FORWARD_SHARE * moved,
-        backward_bytes=(1 - FORWARD_SHARE) * moved,
+        forward_bytes=FORWARD_SHARE * moved + unpacking,
+        backward_bytes=(1 - FORWARD_SHARE) * moved + unpacking,
         host_ops=HOST_OPS[plan.train.compile],
     )
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, logging
 
 from shardwise.config import Config, Lora, Plan, parse, read_yaml
 from shardwise.models.adapters import ADAPTER_FILE, LORA_A, LORA_B, parameter_name, read_adapters
-from shardwise.models.read import base_of, facts_of_plan
+from shardwise.models.nf4 import rounded
+from shardwise.models.read import base_of, facts_of_plan, read_facts
 from shardwise.parallel.collectives import gather_last_dim
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import Mesh
@@ -40,9 +41,10 @@ class Check(Config):
 def run_logits(plan: Plan, folder: Path, mesh: Mesh) -> None:
     """Every rank: the sharded model's logits, in fp32 on weights rounded to the exported dtype."""
     check = parse(Check, read_yaml((folder / CHECK_FILE).read_text()), source=CHECK_FILE)
-    model = load_model(plan, mesh, torch.float32).model.eval()
+    is_merged = check.adapters == "merged"
+    model = load_model(plan, mesh, torch.float32, unpacked=is_merged).model.eval()
     with torch.no_grad():
-        if check.adapters == "merged":
+        if is_merged:
             _merge(model, facts_of_plan(plan).adapters)
         for name, param in model.named_parameters():
             if check.adapters != "alone" or name.endswith((LORA_A, LORA_B)):
@@ -85,6 +87,9 @@ def compare_with_plain(folder: Path, exported: Path) -> tuple[float, float]:
     ).eval()
     with torch.no_grad():
         if base is not None:
+            for name in read_facts(exported).packed_parameters():
+                module = plain.get_submodule(name.removesuffix(".weight"))
+                module.weight.copy_(rounded(module.weight))
             scale, stored = read_adapters(exported).scale, load_file(exported / ADAPTER_FILE)
             tensors = {parameter_name(name): tensor.float() for name, tensor in stored.items()}
             for name in tensors:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.config import Plan
 from shardwise.models.adapters import LORA_A, LORA_B
 from shardwise.models.build import build_on_meta, materialise
+from shardwise.models.nf4 import pack, unpack, unpacked_columns
 from shardwise.models.read import base_of, facts_of_plan, read_facts
 from shardwise.parallel._torch import is_strided_shard
 from shardwise.parallel.adapters import initial
@@ -28,12 +30,15 @@ Box = tuple[slice, ...]
 """One range per dimension, in the coordinates of the full tensor."""
 
 
-def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> ShardedModel:
+def load_model(
+    plan: Plan, mesh: Mesh, dtype: torch.dtype, *, unpacked: bool = False
+) -> ShardedModel:
     """Build, shard and load the plan's model: the only way weights get into a model.
 
     Args:
         dtype: of the parameters at rest; fp32 master weights for training. What adapters freeze
             rests in the compute dtype then.
+        unpacked: make numbers of matrices that would rest in four bits, rounded as these.
 
     Raises:
         UserError: the plan is not legal for the model, or its files are not whole; no parameter
@@ -43,12 +48,16 @@ def load_model(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> ShardedModel:
     check_plan(plan, facts)
     index = open_model_index(plan.model, stored)
     verify(index, stored, compare_tied=False)
+    rounded: set[str] = set()
+    if unpacked and facts.adapters is not None:
+        rounded = facts.packed_parameters(tp=plan.layout.tp)
+        facts = replace(facts, adapters=facts.adapters.model_copy(update={"quantize": None}))
     source = base_of(Path(plan.model)) or plan.model
     at_rest = DTYPES[plan.precision.compute] if plan.task == "lora" else dtype
     sharded = parallelize(lambda: build_on_meta(source, at_rest), plan, facts, mesh, dtype)
     for part in sharded.parts:
         materialise(part.model, mesh.device)
-    load_weights(sharded, index, seed=plan.train.seed)
+    load_weights(sharded, index, seed=plan.train.seed, rounded=rounded)
     return sharded
 
 
@@ -72,12 +81,15 @@ def local_box(tensor: torch.Tensor) -> Box:
     return tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
 
 
-def load_weights(sharded: ShardedModel, index: WeightIndex, *, seed: int = 0) -> int:
+def load_weights(
+    sharded: ShardedModel, index: WeightIndex, *, seed: int = 0, rounded: Container[str] = ()
+) -> int:
     """Fill the local part of every parameter from a verified index; of adapters that it does not
     have, with their first values.
 
     Args:
         seed: of those.
+        rounded: names of parameters that get what four bits can say of them.
 
     Returns:
         Bytes that this rank read.
@@ -88,9 +100,23 @@ def load_weights(sharded: ShardedModel, index: WeightIndex, *, seed: int = 0) ->
             if name not in index and name.endswith((LORA_A, LORA_B)):
                 local_part(param).copy_(initial(name, param.shape, seed)[local_box(param)])
                 continue
-            num_bytes += read_into(local_part(param), local_box(param), index.pieces_of(name), name)
+            read = _read_packed if param.dtype == torch.uint8 or name in rounded else read_into
+            num_bytes += read(local_part(param), local_box(param), index.pieces_of(name), name)
         for name, buffer in sharded.stored_buffers():
             num_bytes += read_into(buffer, local_box(buffer), index.pieces_of(name), name)
+    return num_bytes
+
+
+def _read_packed(target: torch.Tensor, box: Box, pieces: Sequence[Piece], name: str) -> int:
+    """As `read_into`, rounded to four bits; a matrix that rests in these has a `box` of bytes."""
+    rests = target.dtype == torch.uint8
+    if rests:
+        rows, columns = box
+        box = rows, unpacked_columns(columns)
+    whole = torch.empty([s.stop - s.start for s in box], dtype=torch.float32, device=target.device)
+    num_bytes = read_into(whole, box, pieces, name)
+    packed = pack(whole)
+    target.copy_(packed if rests else unpack(packed, target.dtype))
     return num_bytes
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from shardwise.errors import UserError
 from shardwise.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
+    BASE_FILE,
     LORA_A,
     LORA_B,
     file_name,
@@ -24,6 +26,7 @@ from shardwise.models.adapters import (
 )
 from shardwise.models.facts import ModelFacts
 from shardwise.models.hub import CONFIG_FILE, TOKENIZER_FILE
+from shardwise.models.nf4 import rounded
 from shardwise.models.read import base_of, directory_with
 from shardwise.parallel.data import DTYPES as COMPUTE_DTYPES
 from shardwise.weights.index import INDEX_FILE, SINGLE_FILE, WeightIndex
@@ -47,7 +50,8 @@ def export_model(
 
     Holds one tensor in memory, never the model. The directory appears under its name only when
     it is whole. Tied weights are written once. Adapters are merged into the matrices that they
-    are beside, in fp32, before those are cast.
+    are beside, in fp32, before those are cast; matrices that were in four bits in training are
+    written as they were then.
 
     Returns:
         Bytes of the tensors written.
@@ -55,7 +59,8 @@ def export_model(
     Raises:
         UserError: the directory exists, or cannot be written.
     """
-    facts, lora = replace(facts, adapters=None), facts.adapters
+    lora, packed = facts.adapters, facts.packed_parameters()
+    facts = replace(facts, adapters=None)
     with _published(target) as partial:
         copy_model_files(base_of(index.directory) or index.directory, partial)
         copy_model_files(directory_with(TOKENIZER_FILE, index.directory), partial)
@@ -64,13 +69,22 @@ def export_model(
         weight_map: dict[str, str] = {}
         for number, names in enumerate(files, start=1):
             name = _file_name(number, len(files))
-            _write_file(partial / name, index, names, dtype, lora)
+            _write_file(partial / name, index, names, dtype, lora, packed)
             weight_map.update(dict.fromkeys((stored.name for stored in names), name))
         written = sum(_num_bytes(stored, dtype) for stored in stored_tensors(facts))
         if len(files) > 1:
             content = {"metadata": {"total_size": written}, "weight_map": weight_map}
             (partial / INDEX_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
     return written
+
+
+def rounding_error(index: WeightIndex, facts: ModelFacts) -> float:
+    """How far the first layer's matrices of four bits are from the stored ones: the root mean
+    square of the difference, as a share of theirs."""
+    first = f"{facts.family.names.layers}.0."
+    wholes = [_whole(index, name) for name in facts.packed_parameters() if name.startswith(first)]
+    lost = sum(float((rounded(whole) - whole).pow(2).sum()) for whole in wholes)
+    return math.sqrt(lost / sum(float(whole.pow(2).sum()) for whole in wholes))
 
 
 def export_adapters(index: WeightIndex, facts: ModelFacts, target: Path, dtype: torch.dtype) -> int:
@@ -112,7 +126,7 @@ def copy_model_files(source: Path, target: Path) -> None:
     """Copy what makes a directory a Hugging Face model besides its weights."""
     for file in source.iterdir():
         is_small = file.suffix in (".json", ".jinja", ".model", ".txt")
-        if is_small and file.name not in (INDEX_FILE, ADAPTER_CONFIG):
+        if is_small and file.name not in (INDEX_FILE, ADAPTER_CONFIG, BASE_FILE):
             shutil.copyfile(file, target / file.name)
 
 
@@ -140,11 +154,13 @@ def _write_file(
     tensors: Sequence[Stored],
     dtype: torch.dtype,
     lora: Lora | None = None,
+    packed: Container[str] = (),
 ) -> None:
     """Write one safetensors file (header length, JSON header, tensors) tensor by tensor.
 
     Args:
         lora: adapters to merge.
+        packed: parameters that are rounded to four bits before.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -161,10 +177,12 @@ def _write_file(
         file.write(struct.pack("<Q", len(text)) + text)
         for stored in tensors:
             a, b = (f"{stored.parameter.removesuffix('.weight')}.{x}" for x in (LORA_A, LORA_B))
-            if lora is None or a not in index:
-                tensor = _read(index, stored, _dtype(stored, dtype))
-            else:
-                tensor = _read(index, stored, torch.float32)
+            is_merged, is_packed = lora is not None and a in index, stored.parameter in packed
+            exact = torch.float32 if is_merged or is_packed else _dtype(stored, dtype)
+            tensor = _read(index, stored, exact)
+            if is_packed:
+                tensor = rounded(tensor)
+            if lora is not None and is_merged:
                 tensor.addmm_(_whole(index, b), _whole(index, a), alpha=lora.scale)
             file.write(tensor.to(_dtype(stored, dtype)).view(torch.uint8).numpy().data)
 
