@@ -1,6 +1,7 @@
 # make quickstart   install, then plan, train, export and serve a real model in front of your eyes
 # make test         what a contributor runs: lint, types and tests (under ten minutes on two cores)
 # make test-all     everything, the slow tests and the quick start too
+# make kill-test    kill a training twenty times, at random moments; it must lose nothing
 # make mutants      put known faults of distributed training into the source; each must be caught
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-all mutants lint format types unit install clean
+.PHONY: quickstart test test-all kill-test mutants lint format types unit install clean
 
 quickstart: install
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/quickstart.sh
@@ -23,6 +24,9 @@ unit: install
 test-all: install
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow"
 	$(MAKE) quickstart
+
+kill-test: install
+	NUM_KILLS=20 $(BIN)/python -m pytest -s tests/e2e/test_kill.py
 
 mutants: install
 	$(BIN)/python -m tests.mutants.run

@@ -230,6 +230,12 @@ class Train(Config):
     save_every: int | None = Field(
         default=None, ge=1, description="steps between checkpoints; None: only at the end"
     )
+    keep: int | None = Field(
+        default=None,
+        ge=1,
+        description="newest checkpoints that stay, besides the one of the lowest evaluation loss; "
+        "None: all",
+    )
     check_replicas: bool = Field(
         default=False,
         description="stop if replicas or tied copies are not bitwise equal after a step",

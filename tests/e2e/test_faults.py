@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.bench import fast_first
 from tests.e2e.shell import (
     Done,
     assert_none_left,
@@ -63,6 +65,9 @@ if os.environ.get("FAULT") and os.environ.get("RANK") == os.environ.get("FAULT_R
 
         def ruined(*args, **kwargs):
             calls.append(1)
+            if kind == "slow":
+                time.sleep(call / 10)
+                return real(*args, **kwargs)
             if len(calls) == call and not after:
                 fail(kind)
             result = real(*args, **kwargs)
@@ -351,12 +356,18 @@ def listed_checkpoints_now(run: Path) -> int:
 
 
 @pytest.mark.slow
-def test_an_interrupted_training_is_resumed(case: Case) -> None:
-    """After SIGTERM in the middle of the steps, `--resume` ends the run with every step once."""
+def test_a_training_that_is_told_twice_ends_at_once(case: Case) -> None:
+    """A rank stands still, so that the step never ends; `--resume` ends the run with every step
+    once."""
     process = start(case.folder, *case.arguments(), env=case.fault("train_step:sleep:3"))
     began = time.monotonic()
     with running(process, case.folder):
         wait_for((case.folder / "fault-time").exists, START_S + 20, "step 3")
+        process.terminate()
+        said = "stopping after this step, with a checkpoint; once more stops at once"
+        wait_for(lambda: said in (case.folder / "stdout").read_text(), 10, said)
+        time.sleep(1)
+        assert len(workers(case.folder)) == 2
         process.terminate()
         asked = time.monotonic()
         done = finish(process, case.folder, 40, began)
@@ -364,3 +375,102 @@ def test_an_interrupted_training_is_resumed(case: Case) -> None:
         assert done.code != 0, done.text
         assert_none_left(case.folder)
     case.assert_resumes_after(2)
+
+
+def _interrupted(case: Case, name: str, env: dict[str, str]) -> Done:
+    """A training that gets a signal after its first step."""
+    process = start(case.folder, *case.arguments(), env=env)
+    began = time.monotonic()
+    with running(process, case.folder):
+        wait_for((case.run / "metrics.jsonl").exists, START_S + 20, "step 1")
+        process.send_signal(getattr(signal, name))
+        return finish(process, case.folder, 60, began)
+
+
+@pytest.mark.parametrize("name", fast_first(["SIGTERM", "SIGINT"]))
+def test_a_training_that_is_told_to_stop_saves_first(
+    tmp_path: Path, ll: Path, rows: Path, name: str
+) -> None:
+    """After the step that is under way, whenever the plan would save; nothing is trained twice."""
+    case = _case(tmp_path, ll, rows, {"fsdp": 2}, save_every=None, max_steps=6, epochs=2)
+    done = _interrupted(case, name, case.fault("train_step:slow:5"))
+    assert done.code == 130, done.text
+    assert_none_left(case.folder)
+    (step,) = listed_checkpoints(case.run)
+    assert 1 <= step < 6
+    assert f"stopped after step {step} of 6, as asked" in done.out
+    assert done.err == (
+        f"shardwise: interrupted; all ranks have been stopped; step-00000{step} is complete: "
+        "go on with --resume.\n"
+    )
+    before = metrics(case.run)
+    assert [record["step"] for record in before] == list(range(1, step + 1))
+    done = shardwise(case.folder, *case.arguments("--resume"))
+    assert (done.code, done.err) == (0, ""), done.text
+    assert metrics(case.run)[:step] == before
+    assert [record["step"] for record in metrics(case.run)] == [1, 2, 3, 4, 5, 6]
+    assert listed_checkpoints(case.run) == [step, 6]
+
+
+@pytest.mark.slow
+def test_a_training_that_is_told_to_save_goes_on(tmp_path: Path, ll: Path, rows: Path) -> None:
+    """SIGUSR1: one more checkpoint, and the run ends as it would have."""
+    case = _case(tmp_path, ll, rows, {"fsdp": 2}, save_every=None, max_steps=6, epochs=2)
+    done = _interrupted(case, "SIGUSR1", case.fault("train_step:slow:5"))
+    assert (done.code, done.err) == (0, ""), done.text
+    early, last = listed_checkpoints(case.run)
+    assert 1 <= early < last == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_that_comes_while_the_ranks_start(
+    tmp_path: Path, ll: Path, rows: Path, name: str
+) -> None:
+    """SIGUSR1 kills nobody; SIGTERM ends the command with a line."""
+    case = _case(tmp_path, ll, rows, {"fsdp": 2}, save_every=None)
+    process = start(case.folder, *case.arguments())
+    began = time.monotonic()
+    with running(process, case.folder):
+        wait_for(lambda: workers(case.folder), START_S, "a rank")
+        process.send_signal(getattr(signal, name))
+        done = finish(process, case.folder, 60, began)
+    assert_none_left(case.folder)
+    assert done.code == (0 if name == "SIGUSR1" else 130), done.text
+
+
+@pytest.mark.slow
+def test_the_newest_checkpoints_and_the_best_stay(tmp_path: Path, ll: Path, rows: Path) -> None:
+    """The best is that of the lowest evaluation loss, with so high a rate not the last one."""
+    case = _case(tmp_path, ll, rows, {"fsdp": 2}, keep=2, max_steps=7, epochs=2, learning_rate=0.05)
+    done = shardwise(case.folder, *case.arguments("--eval-data", rows))
+    assert (done.code, done.err) == (0, ""), done.text
+    lines = (case.run / "evaluations.jsonl").read_text().splitlines()
+    losses = {record["step"]: record["eval_loss"] for record in map(json.loads, lines)}
+    assert list(losses) == [0, 1, 2, 3, 4, 5, 6, 7]
+    del losses[0]
+    best = min(losses, key=lambda step: losses[step])
+    assert listed_checkpoints(case.run) == sorted({best, 6, 7})
+    assert not list((case.run / "checkpoints").glob(".*"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_the_disk_has_changed(tmp_path: Path, ll: Path, rows: Path) -> None:
+    """One bit of a file of the right size: named, and the checkpoint before it is still there."""
+    case = _case(tmp_path, ll, rows, {"fsdp": 2}, max_steps=2)
+    assert shardwise(case.folder, *case.arguments()).code == 0
+    checkpoint = case.run / "checkpoints" / "step-000002"
+    file = max((checkpoint / "optimizer").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    more = case.arguments("--resume", "--set", "train.max_steps=3")
+    done = shardwise(case.folder, *more)
+    assert done.code == 2, done.text
+    (line,) = done.err.splitlines()
+    assert f"{file} is not what was written" in line
+    checkpoint.rename(tmp_path / "away")
+    done = shardwise(case.folder, *more)
+    assert done.code == 0, done.text
+    assert "continuing after step 1 of 3" in done.out
+    assert listed_checkpoints(case.run) == [1, 2, 3]

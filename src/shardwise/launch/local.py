@@ -24,8 +24,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from shardwise import console
 from shardwise.errors import Interrupted, RunFailed, ShardwiseError, UserError
 from shardwise.launch.job import Job
+from shardwise.signals import handling
+from shardwise.trainer.state import complete_checkpoints
 
 LOG_DIR = "logs"
 GROUP_FOLDER = "SHARDWISE_GROUP_FOLDER"
@@ -91,14 +94,25 @@ class LocalGroup:
         return rank.ended_at is not None and not rank.killed and not done
 
     def stop(self) -> None:
-        """Ask the ranks to end; kill those that do not within the grace time."""
-        for rank in self.ranks:
-            with suppress(ProcessLookupError):
-                rank.process.terminate()
-        deadline = time.monotonic() + GRACE_S
+        """Ask the ranks to end; kill those that do not within the grace time.
+
+        Those that train end after the step that is under way, with a checkpoint: they get the time
+        that this takes, unless one of them fails.
+        """
+        self.send(signal.SIGTERM)
+        saves = self.job.kind == "train"
+        deadline = float("inf") if saves else time.monotonic() + GRACE_S
         while any(rank.ended_at is None for rank in self.ranks) and time.monotonic() < deadline:
+            if saves and any(self._has_failed(rank) for rank in self.ranks):
+                break
             time.sleep(_POLL_S)
         self.kill()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send every rank a signal."""
+        for rank in self.ranks:
+            with suppress(ProcessLookupError):
+                rank.process.send_signal(number)
 
     def kill(self) -> None:
         """Kill every rank that still runs, with its children."""
@@ -162,7 +176,8 @@ def local_group(job: Job) -> Iterator[LocalGroup]:
         group = LocalGroup(job, Path(folder))
         try:
             for number in range(job.num_processes):
-                group.ranks.append(_start(group, job_file, number))
+                with _uninterrupted():
+                    group.ranks.append(_start(group, job_file, number))
             yield group
         finally:
             group.kill()
@@ -171,40 +186,54 @@ def local_group(job: Job) -> Iterator[LocalGroup]:
 def run_local(job: Job) -> None:
     """Run a job to its end on this machine (errors as `LocalGroup.wait`).
 
-    Ctrl-C and SIGTERM stop the ranks. That is how a server ends well; any other job raises
-    Interrupted.
+    Ctrl-C and SIGTERM stop the ranks; a second one kills them. That is how a server ends well; any
+    other job raises Interrupted. SIGUSR1 is passed on to those that train, who save then.
     """
-    with _sigterm_as_interrupt():  # before the first rank: it may come while they start
+    # Before the first rank: they may come while the ranks start. These inherit that SIGUSR1 is
+    # ignored, so that none dies of one that comes before it can do what it asks for.
+    with handling({signal.SIGTERM: _interrupt, signal.SIGUSR1: signal.SIG_IGN}):
         try:
             with local_group(job) as group:
-                _wait_or_stop(group)
+                save = {signal.SIGUSR1: lambda *_: group.send(signal.SIGUSR1)}
+                with handling(save if job.kind == "train" else {}):
+                    _wait_or_stop(group)
         except KeyboardInterrupt:
             if job.kind != "serve":
-                raise Interrupted("interrupted; all ranks have been stopped.") from None
+                raise _interrupted(job) from None
 
 
 def _wait_or_stop(group: LocalGroup) -> None:
     try:
         group.wait()
     except KeyboardInterrupt:
+        if group.job.kind == "train":
+            console.out.print(
+                "stopping after this step, with a checkpoint; once more stops at once"
+            )
         group.stop()
         raise
 
 
+def _interrupted(job: Job) -> Interrupted:
+    checkpoints = complete_checkpoints(job.path) if job.kind == "train" else []
+    more = f"; {checkpoints[-1].name} is complete: go on with --resume" if checkpoints else ""
+    return Interrupted(f"interrupted; all ranks have been stopped{more}.")
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
+def _uninterrupted() -> Iterator[None]:
+    """A Ctrl-C or SIGTERM counts after the block: a rank that is started in it is known by then,
+    and can be stopped."""
+    noted: list[int] = []
+    note = {n: lambda number, _: noted.append(number) for n in (signal.SIGINT, signal.SIGTERM)}
+    with handling(note):
         yield
-        return
-
-    def interrupt(*_: object) -> None:
+    if noted:
         raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _start(group: LocalGroup, job_file: Path, number: int) -> _Rank:

@@ -14,7 +14,7 @@ from shardwise.launch.job import WORK_DIR
 from shardwise.models.adapters import ADAPTER_CONFIG, read_adapters, write_adapters
 from shardwise.models.facts import ModelFacts
 from shardwise.models.read import base_of, facts_of_plan
-from shardwise.trainer.measured import METRICS_FILE
+from shardwise.trainer.measured import EVALUATIONS_FILE, METRICS_FILE
 from shardwise.trainer.state import (
     CHECKPOINTS_DIR,
     checkpoint_bytes,
@@ -153,10 +153,12 @@ def tidy(run_dir: Path, facts: ModelFacts, *, resume: bool) -> None:
     Raises:
         UserError: the disk has less room than one checkpoint needs.
     """
-    for partial in (run_dir / CHECKPOINTS_DIR).glob(".step-*.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
+    for pattern in (".step-*.partial", ".step-*.dropped"):
+        for left in (run_dir / CHECKPOINTS_DIR).glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
     if not resume:
-        (run_dir / METRICS_FILE).unlink(missing_ok=True)
+        for name in (METRICS_FILE, EVALUATIONS_FILE):
+            (run_dir / name).unlink(missing_ok=True)
     free, need = shutil.disk_usage(run_dir).free, checkpoint_bytes(facts)
     if free < need:
         raise UserError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from shardwise.models.read import base_of, read_facts
 from shardwise.parallel._torch import HuggingFaceStorageWriter
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.sharded import ShardedModel
-from shardwise.trainer.state import STATE_FILE, State, read_state
+from shardwise.trainer.state import STATE_FILE, State, digest_of, read_state
 from shardwise.weights.index import open_index
 from shardwise.weights.load import local_box, read_into
 from shardwise.weights.names import join_parts
@@ -51,6 +51,28 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    _write_tensors(partial, sharded, optimizer)
+    if is_first:
+        copy_model_files(model_files, partial / "model")
+        if sharded.adapters is not None:
+            base = base_of(Path(plan.model)) or Path(plan.model)
+            write_adapters(partial / "model", sharded.adapters, base)
+        plan.save(partial / PLAN_FILE)
+    dist.barrier()
+    files = sorted(
+        str(file.relative_to(partial))
+        for file in partial.rglob("*")
+        if file.is_file() and file.name != ADAPTER_CONFIG  # it says where the base is: may change
+    )
+    digests = _digests(partial, files)
+    if is_first:
+        sizes = {name: (partial / name).stat().st_size for name in files}
+        _publish(partial, path, state.model_copy(update={"files": sizes, "digests": digests}))
+    dist.barrier()
+
+
+def _write_tensors(partial: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """What is trained and its moments, each rank its own shards."""
     mine = sharded.trained_parameters()
     params = {name: param.detach() for name, param in mine.items()}
     if sharded.adapters is None:
@@ -65,24 +87,40 @@ def save_checkpoint(
             str(partial / folder), fqn_to_index_mapping=_buckets(tensors), save_distributed=True
         )
         dcp.save(tensors, storage_writer=writer)
-    if is_first:
-        copy_model_files(model_files, partial / "model")
-        if sharded.adapters is not None:
-            base = base_of(Path(plan.model)) or Path(plan.model)
-            write_adapters(partial / "model", sharded.adapters, base)
-        plan.save(partial / PLAN_FILE)
-        files = {  # but for where the model of adapters is, which may be moved
-            str(file.relative_to(partial)): file.stat().st_size
-            for file in sorted(partial.rglob("*"))
-            if file.is_file() and file.name != ADAPTER_CONFIG
-        }
-        complete = state.model_copy(update={"files": files})
-        (partial / STATE_FILE).write_text(complete.model_dump_json(indent=2), encoding="utf-8")
-        _sync(partial)
-        shutil.rmtree(path, ignore_errors=True)  # an incomplete one of an earlier attempt
-        partial.rename(path)
-        _sync_one(path.parent)
-    dist.barrier()
+
+
+def _publish(partial: Path, path: Path, complete: State) -> None:
+    """Give a checkpoint its name when all of it, and what says so, is on the disk."""
+    (partial / STATE_FILE).write_text(complete.model_dump_json(indent=2), encoding="utf-8")
+    _sync(partial)
+    shutil.rmtree(path, ignore_errors=True)  # an incomplete one of an earlier attempt
+    partial.rename(path)
+    _sync_one(path.parent)
+
+
+def check_digests(path: Path) -> None:
+    """Read the files of a checkpoint, each rank its share, and compare them with what was written.
+
+    Raises:
+        UserError: on every rank, naming a file whose content is another one.
+    """
+    then = read_state(path).digests
+    now = _digests(path, sorted(then))
+    changed = [name for name, digest in then.items() if now[name] != digest]
+    if changed:
+        raise UserError(
+            f"{path / changed[0]} is not what was written (its SHA-256 differs): move {path} away "
+            "to continue from the checkpoint before it."
+        )
+
+
+def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """File -> SHA-256; every rank computes its share, and gets all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = {name: digest_of(folder / name) for name in names[rank::world]}
+    everyone: list[dict[str, str]] = [{}] * world
+    dist.all_gather_object(everyone, mine)
+    return {name: value for one in everyone for name, value in one.items()}
 
 
 def _buckets(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

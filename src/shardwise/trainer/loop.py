@@ -19,13 +19,15 @@ from shardwise.parallel.context import own_columns
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.probe.process import peak_bytes
-from shardwise.trainer.checkpoint import load_optimizer, save_checkpoint
+from shardwise.trainer.checkpoint import check_digests, load_optimizer, save_checkpoint
 from shardwise.trainer.data.batches import Batch, micro_batches
 from shardwise.trainer.data.order import Order, sequences_of
 from shardwise.trainer.data.store import Rows, open_rows
-from shardwise.trainer.measured import MEASURED_FILE, METRICS_FILE, Measured
+from shardwise.trainer.keep import drop_others
+from shardwise.trainer.measured import EVALUATIONS_FILE, MEASURED_FILE, METRICS_FILE, Measured
 from shardwise.trainer.optim import learning_rate_at, make_optimizer
 from shardwise.trainer.progress import Progress
+from shardwise.trainer.requests import Requests
 from shardwise.trainer.state import (
     State,
     checkpoint_dir,
@@ -90,29 +92,29 @@ def run_train(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> None:
     began = time.perf_counter()
     run = _set_up(plan, folder, work, mesh)
     if run.is_first:
-        _forget_metrics_after(folder / METRICS_FILE, run.start)
+        for name in (METRICS_FILE, EVALUATIONS_FILE):
+            _forget_after(folder / name, run.start)
         if run.start:
             console.out.print(f"continuing after step {run.start} of {run.num_steps}")
         seconds = time.perf_counter() - began
         console.out.print(f"each rank has loaded its shards ({seconds:.1f} s)")
     before = _evaluate(run, run.start)
-    if run.is_first and before is not None:
-        console.out.print(f"evaluation loss at step {run.start}: {before:.4f}", style="bold")
-    records = _run_steps(run)
-    after = _evaluate(run, run.num_steps)
-    if run.is_first and before is not None and after is not None:
-        console.out.print(
-            f"evaluation loss at step {run.num_steps}: {after:.4f} (before: {before:.4f})",
-            style="bold",
-        )
+    requests = Requests(mesh.device)
+    with requests.listening():
+        records, after = _run_steps(run, requests)
+    done = run.start + len(records)
     _write_measured(run, records, before, after)
+    if run.is_first and done < run.num_steps:
+        console.out.print(f"stopped after step {done} of {run.num_steps}, as asked", style="bold")
     if run.is_first:
-        console.out.print(f"checkpoint: {checkpoint_dir(folder, run.num_steps)}")
+        console.out.print(f"checkpoint: {checkpoint_dir(folder, done)}")
 
 
 def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
     """Load the model (or the newest checkpoint) and the rows."""
     checkpoints = complete_checkpoints(folder)
+    if checkpoints:
+        check_digests(checkpoints[-1])
     source = str(checkpoints[-1] / "model") if checkpoints else plan.model
     sharded = load_model(plan.model_copy(update={"model": source}), mesh, torch.float32)
     optimizer = make_optimizer(sharded, plan.train)
@@ -140,9 +142,10 @@ def _base(plan: Plan) -> str | None:
     return fingerprint(base_of(Path(plan.model)) or Path(plan.model))
 
 
-def _run_steps(run: Run) -> list[StepRecord]:
-    """All steps that are left, with progress, metrics and checkpoints."""
-    records = []
+def _run_steps(run: Run, requests: Requests) -> tuple[list[StepRecord], float | None]:
+    """All steps that are left, or until a stop is asked for, with progress, metrics and
+    checkpoints; also the last evaluation loss, if there are rows for one."""
+    records, eval_loss = [], None
     with Progress(run.num_steps, run.start, enabled=run.is_first) as progress:
         for step in range(run.start, run.num_steps):
             record = _run_step(run, step)
@@ -152,9 +155,13 @@ def _run_steps(run: Run) -> list[StepRecord]:
                 _append(run.folder / METRICS_FILE, _metrics(run, step, record, peak))
             speed = record.num_tokens / record.seconds
             progress.update(step + 1, record.result.loss, speed, peak)
-            if _is_save_step(run, step + 1):
-                _save(run, step + 1, record.result.loss)
-    return records
+            asked = requests.agreed()
+            if _is_save_step(run, step + 1) or asked.save or asked.stop:
+                eval_loss = _save(run, step + 1, record.result.loss, evaluated=not asked.stop)
+                requests.saved()
+            if asked.stop:
+                break
+    return records, eval_loss
 
 
 def _run_step(run: Run, step: int) -> StepRecord:
@@ -170,7 +177,9 @@ def _run_step(run: Run, step: int) -> StepRecord:
     return StepRecord(result=result, num_tokens=num_tokens, seconds=seconds)
 
 
-def _save(run: Run, step: int, loss: float) -> None:
+def _save(run: Run, step: int, loss: float, *, evaluated: bool) -> float | None:
+    """Write a checkpoint, then find out how good it is, and drop those that need not stay."""
+    began = time.perf_counter()
     order = row_order(run.plan, run.work / TRAIN_ROWS)
     save_checkpoint(
         checkpoint_dir(run.folder, step),
@@ -180,6 +189,13 @@ def _save(run: Run, step: int, loss: float) -> None:
         State(step=step, row_order=order, loss=loss, base=run.base),
         run.work / MODEL_FILES,
     )
+    seconds = time.perf_counter() - began
+    if run.is_first:
+        console.out.print(f"checkpoint of step {step} written, training paused for {seconds:.1f} s")
+    eval_loss = _evaluate(run, step) if evaluated else None
+    if run.is_first and run.plan.train.keep is not None:
+        drop_others(run.folder, run.plan.train.keep)
+    return eval_loss
 
 
 def _batches(
@@ -201,13 +217,18 @@ def _batches(
 
 
 def _evaluate(run: Run, step: int) -> float | None:
+    """The loss of the evaluation rows, printed and noted; None if there are none."""
     if run.eval_rows is None:
         return None
     if run.is_first:
         console.out.print(f"evaluating {len(run.eval_rows)} rows at step {step} ...")
     sequences = sequences_of(run.eval_rows.lengths, range(len(run.eval_rows)), run.plan.train)
     batches = _batches(run, run.eval_rows, sequences)
-    return evaluate(run.sharded, batches, run.mesh)
+    loss = evaluate(run.sharded, batches, run.mesh)
+    if run.is_first:
+        console.out.print(f"evaluation loss at step {step}: {loss:.4f}", style="bold")
+        _append(run.folder / EVALUATIONS_FILE, {"step": step, "eval_loss": loss})
+    return loss
 
 
 def _is_save_step(run: Run, step: int) -> bool:
@@ -236,11 +257,12 @@ def _write_measured(
     if not run.is_first or not records:
         return
     seconds = [record.seconds for record in records]
+    done = run.start + len(records)
     measured = Measured(
         peak_bytes=peaks,
         step_s=statistics.median(seconds[1:]) if len(seconds) > 1 else None,
         tokens_per_s=sum(record.num_tokens for record in records) / sum(seconds),
-        steps=run.num_steps,
+        steps=done,
         train_loss=records[-1].result.loss,
         eval_loss_before=before,
         eval_loss_after=after,
@@ -248,7 +270,7 @@ def _write_measured(
     (run.folder / MEASURED_FILE).write_text(measured.model_dump_json(indent=2), encoding="utf-8")
 
 
-def _forget_metrics_after(path: Path, step: int) -> None:
+def _forget_after(path: Path, step: int) -> None:
     """Drop the records of steps that will be run again."""
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines()

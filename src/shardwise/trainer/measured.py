@@ -6,6 +6,8 @@ from shardwise.config import Config
 
 MEASURED_FILE = "measured.json"
 METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+"""a line a checkpoint that was evaluated: step and eval_loss"""
 
 
 class Measured(Config):

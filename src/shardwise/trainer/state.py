@@ -5,7 +5,7 @@ step-000024/
                source like any other, so it can be served or exported as it is
   optimizer/   the two moments of AdamW, one set of files a rank
   plan.yaml    the plan of the run
-  state.json   step, order of the rows, file sizes; written last
+  state.json   step, order of the rows, sizes and digests of the files; written last
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class State(Config):
     row_order: RowOrder
     loss: float
     files: dict[str, int] = Field(default={}, description="file -> bytes")
+    digests: dict[str, str] = Field(
+        default={}, description="file -> SHA-256; older checkpoints have none"
+    )
     base: str | None = Field(
         default=None, description="fingerprint of the weights that adapters were trained on"
     )
@@ -98,6 +101,12 @@ def why_incomplete(path: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{file} has {file.stat().st_size} bytes, not {size}"
     return None
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_state(path: Path) -> State:
