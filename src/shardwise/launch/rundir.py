@@ -19,6 +19,7 @@ from shardwise.trainer.state import (
     CHECKPOINTS_DIR,
     checkpoint_bytes,
     complete_checkpoints,
+    partial_checkpoints,
     read_state,
     row_order,
     why_incomplete,
@@ -153,7 +154,7 @@ def tidy(run_dir: Path, facts: ModelFacts, *, resume: bool) -> None:
     Raises:
         UserError: the disk has less room than one checkpoint needs.
     """
-    for partial in (run_dir / CHECKPOINTS_DIR).glob(".step-*.partial"):
+    for partial in partial_checkpoints(run_dir):
         shutil.rmtree(partial, ignore_errors=True)
     if not resume:
         (run_dir / METRICS_FILE).unlink(missing_ok=True)
