@@ -408,6 +408,36 @@ def report(
         console.out.print(render(rows))
 
 
+@app.command(
+    epilog=example("shardwise inspect run", "shardwise inspect run/checkpoints/step-000024/model")
+)
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A directory of a model or of adapters, a run, one of its checkpoints, a plan, a "
+            "config.json, or a GGUF file."
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """What is it, is it whole, and does Shardwise run it? Reads headers and sizes, no weights.
+
+    Ends with exit code 1 if something is missing, cut short or incomplete. Needs no torch.
+    """
+    from shardwise import console
+    from shardwise.launch.found import render
+    from shardwise.launch.inspect import look_at
+
+    found = look_at(path)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        console.out.print(render(found))
+    if found.problems:
+        raise typer.Exit(1)
+
+
 def _layout(text: str) -> Layout:
     from shardwise.config import Layout, parse, read_yaml
 

@@ -326,6 +326,7 @@ def test_an_export_type_that_is_unknown(bench: Bench, dtype: str) -> None:
         (["plan", ".", "--seq-len", "long"], ["--seq-len", "integer"]),
         (["report", "nowhere"], ["nowhere"]),
         (["report", "."], ["measured.json"]),
+        (["inspect", "nowhere"], ["nowhere", "expected a directory"]),
         pytest.param(["export", ".", "--out", "x"], ["config.json"], marks=slow),
         (["probe", "--processes", "0"], ["--processes", "1"]),
         pytest.param(["probe", "--kind", "abacus"], ["abacus"], marks=slow),

@@ -85,6 +85,7 @@ def test_private_imports_stand_in_one_file() -> None:
         "import shardwise.cli",
         "import shardwise; shardwise.plan",
         "import shardwise.weights.index, shardwise.launch.start, shardwise.trainer.report",
+        "import shardwise.launch.inspect; shardwise.launch.inspect.look_at",
     ],
 )
 def test_planning_and_checking_import_no_torch(code: str) -> None:

@@ -19,6 +19,7 @@ from shardwise.trainer.state import (
     CHECKPOINTS_DIR,
     checkpoint_bytes,
     complete_checkpoints,
+    partial_checkpoints,
     read_state,
     row_order,
     why_incomplete,
@@ -153,9 +154,8 @@ def tidy(run_dir: Path, facts: ModelFacts, *, resume: bool) -> None:
     Raises:
         UserError: the disk has less room than one checkpoint needs.
     """
-    for pattern in (".step-*.partial", ".step-*.dropped"):
-        for left in (run_dir / CHECKPOINTS_DIR).glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+    for left in partial_checkpoints(run_dir):
+        shutil.rmtree(left, ignore_errors=True)
     if not resume:
         for name in (METRICS_FILE, EVALUATIONS_FILE):
             (run_dir / name).unlink(missing_ok=True)

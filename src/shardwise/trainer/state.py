@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +21,15 @@ from pydantic import Field
 
 from shardwise.config import Config, Plan, parse
 from shardwise.errors import UserError
+from shardwise.models.adapters import ADAPTER_CONFIG
 from shardwise.models.facts import ModelFacts
 from shardwise.trainer.data.store import IDS_FILE, open_rows
 
 CHECKPOINTS_DIR = "checkpoints"
 STATE_FILE = "state.json"
+MODEL_DIR, OPTIMIZER_DIR = "model", "optimizer"
 _NAME = re.compile(r"step-(\d{6,})$")
+_PARTIAL = re.compile(r"\.step-(\d{6,})\.(partial|dropped)$")
 
 
 class RowOrder(Config):
@@ -78,29 +82,52 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
     return run_dir / CHECKPOINTS_DIR / f"step-{step:06d}"
 
 
-def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first. Partial ones are never listed."""
-    found = [
-        path
-        for path in (run_dir / CHECKPOINTS_DIR).glob("step-*")
-        if _NAME.match(path.name) and why_incomplete(path) is None
-    ]
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is a checkpoint, complete or not, by its name or what it holds."""
+    if _NAME.match(path.name) or _PARTIAL.match(path.name):
+        return True
+    beside = (path / STATE_FILE).exists() or (path / OPTIMIZER_DIR).is_dir()
+    return beside and (path / MODEL_DIR).is_dir()
+
+
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, complete or not, oldest first. Partial ones are never listed."""
+    found = [p for p in (run_dir / CHECKPOINTS_DIR).glob("step-*") if _NAME.match(p.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Those of the checkpoints that are complete, oldest first."""
+    return [path for path in checkpoints_of(run_dir) if why_incomplete(path) is None]
+
+
+def partial_checkpoints(run_dir: Path) -> list[Path]:
+    """What a command was writing or removing when it ended, or what one is at."""
+    found = [p for p in (run_dir / CHECKPOINTS_DIR).glob(".step-*") if _PARTIAL.match(p.name)]
+    return sorted(found)
+
+
 def why_incomplete(path: Path) -> str | None:
-    """What a checkpoint lacks; None if it is complete."""
+    """What a checkpoint lacks first; None if it is complete."""
+    return next(defects(path), None)
+
+
+def defects(path: Path) -> Iterator[str]:
+    """Everything that a checkpoint lacks."""
     try:
         state = read_state(path)
     except UserError as error:
-        return str(error)
+        yield str(error)
+        return
+    adapters = path / MODEL_DIR / ADAPTER_CONFIG  # which says where their model is, of any size
+    if state.base is not None and not adapters.is_file():
+        yield f"{adapters} is missing"
     for name, size in state.files.items():
         file = path / name
         if not file.is_file():
-            return f"{file} is missing"
-        if file.stat().st_size != size:
-            return f"{file} has {file.stat().st_size} bytes, not {size}"
-    return None
+            yield f"{file} is missing"
+        elif file.stat().st_size != size:
+            yield f"{file} has {file.stat().st_size} bytes, not {size}"
 
 
 def digest_of(file: Path) -> str:

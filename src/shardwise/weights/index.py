@@ -11,10 +11,10 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shardwise.errors import UserError
 from shardwise.models.facts import HEAD, ModelFacts
@@ -26,6 +26,8 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
 _MAX_HEADER_BYTES = 100 * 2**20
 _VALUE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 _FLOATS = ("F32", "F16", "BF16")
+Report = Callable[[str], None]
+"""what to do with each thing that is wrong"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +98,20 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def open_index(directory: str | Path) -> WeightIndex:
+def refuse(problem: str) -> NoReturn:
+    """Stop at the first thing that is wrong."""
+    raise UserError(problem)
+
+
+def open_index(directory: str | Path, *, report: Report = refuse) -> WeightIndex:
     """Read the headers of all weight files of a directory and check them against the files.
 
+    Args:
+        report: is told of each file that is missing, cut short or not safetensors; what it held is
+            left out, if this returns.
+
     Raises:
-        UserError: naming the files: none there, one missing, cut short or not safetensors.
+        UserError: there are no such files at all; by `report`, naming the files.
     """
     path = Path(directory)
     names = sorted(p.name for p in path.glob("*.safetensors")) if path.is_dir() else []
@@ -108,7 +119,7 @@ def open_index(directory: str | Path) -> WeightIndex:
     if not names:
         raise UserError(_nothing_to_load(path, pickles))
     notes = [f"{', '.join(pickles)}: ignored, the safetensors files are used"] if pickles else []
-    weight_map = None
+    weight_map: dict[str, str] | None = None
     if SINGLE_FILE in names:  # as transformers has it: the single file wins over an index
         names = [SINGLE_FILE]
     else:
@@ -117,47 +128,59 @@ def open_index(directory: str | Path) -> WeightIndex:
         absent = sorted(set(weight_map.values()) - set(names))
         if absent:
             lost = sorted(k for k, f in weight_map.items() if f in absent)
-            raise UserError(
+            report(
                 f"{path}: {INDEX_FILE} names {_some(absent)}, which {_is(absent)} not there; "
                 f"it holds {_some(lost)}. Fetch the missing files again."
             )
-        names = sorted(set(weight_map.values()))
-    pieces: dict[str, list[Piece]] = {}
+        names = sorted(set(weight_map.values()) - set(absent))
+    headers: dict[str, dict[str, Piece]] = {}
     for name in names:
-        for key, piece in _read_header(path / name).items():
+        try:
+            headers[name] = _read_header(path / name)
+        except UserError as error:
+            report(str(error))
+    pieces: dict[str, list[Piece]] = {}
+    for header in headers.values():
+        for key, piece in header.items():
             pieces.setdefault(key, []).append(piece)
-    lost = sorted(set(weight_map or ()) - set(pieces))
+    lost = sorted({k for k, f in (weight_map or {}).items() if f in headers} - set(pieces))
     if lost:
-        raise UserError(f"{path}: {INDEX_FILE} lists {_some(lost)}, but no file holds {_it(lost)}.")
+        report(f"{path}: {INDEX_FILE} lists {_some(lost)}, but no file holds {_it(lost)}.")
     frozen = {key: tuple(found) for key, found in pieces.items()}
     return WeightIndex(directory=path, pieces=frozen, notes=tuple(notes))
 
 
-def verify(index: WeightIndex, facts: ModelFacts, *, compare_tied: bool = True) -> tuple[str, ...]:
+def verify(
+    index: WeightIndex, facts: ModelFacts, *, compare_tied: bool = True, report: Report = refuse
+) -> tuple[str, ...]:
     """Check that an index holds exactly what the model needs.
 
     Args:
         index: under the model's own names (`weights/names.py`).
         compare_tied: read a stored head too, to tell whether it equals the embedding.
+        report: is told of each tensor that is wrong, and once of all that are missing.
 
     Returns:
         Warnings for the user, such as tensors that the model does not use.
 
     Raises:
-        UserError: a tensor is missing, has another shape, has holes or is not floating point.
+        UserError: by `report`: a tensor is missing, has another shape, has holes or is not floating
+            point.
     """
     expected, embedding = facts.stored_shapes, facts.family.names.embedding
     unknown = sorted(set(index.pieces) - set(expected) - ({HEAD} if facts.tied else set()))
     missing = sorted(set(expected) - set(index.pieces))
     if missing:
         strangers = f" It holds unknown tensors instead: {_some(unknown)}." if unknown else ""
-        raise UserError(f"{index.directory}: the weights lack {_some(missing)}.{strangers}")
+        report(f"{index.directory}: the weights lack {_some(missing)}.{strangers}")
     for name, shape in expected.items():
-        _verify_tensor(index, name, shape)
+        wrong = _why_wrong(index, name, shape) if name in index.pieces else None
+        if wrong is not None:
+            report(wrong)
     warnings = list(index.notes)
     if unknown:
         warnings.append(f"tensors that the model does not use: {_some(unknown)}")
-    if facts.tied and compare_tied and HEAD in index.pieces:
+    if facts.tied and compare_tied and {HEAD, embedding} <= set(index.pieces):
         text = f"the model ties its head to its embedding: {embedding} is used, the stored {HEAD} "
         if _equal_bytes(index.pieces[HEAD], index.pieces[embedding]):
             warnings.append(f"{text}is equal to it and is not")
@@ -169,26 +192,28 @@ def verify(index: WeightIndex, facts: ModelFacts, *, compare_tied: bool = True) 
     return tuple(warnings)
 
 
-def _verify_tensor(index: WeightIndex, name: str, shape: tuple[int, ...]) -> None:
+def _why_wrong(index: WeightIndex, name: str, shape: tuple[int, ...]) -> str | None:
+    """What is wrong with a tensor; None: nothing."""
     pieces = index.pieces[name]
     found = index.shape(name)
     files = _some(sorted({piece.file.name for piece in pieces}))
     if found != shape:
-        raise UserError(
+        return (
             f"{index.directory}: {name} has the shape {list(found)} in {files}; "
             f"the config asks for {list(shape)}."
         )
     stored = sum(math.prod(piece.shape) for piece in pieces)
     if stored != math.prod(shape):
-        raise UserError(
+        return (
             f"{index.directory}: the pieces of {name} in {files} hold {stored} values "
             f"of {math.prod(shape)}; a file of the checkpoint is missing or doubled."
         )
     if any(piece.dtype not in _FLOATS for piece in pieces):
-        raise UserError(
+        return (
             f"{index.directory}: {name} is stored as {pieces[0].dtype} in {files}; "
             f"this version loads {', '.join(_FLOATS)}."
         )
+    return None
 
 
 def _nothing_to_load(path: Path, pickles: list[str]) -> str:

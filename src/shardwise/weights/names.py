@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.errors import UserError
 from shardwise.models.adapters import parameter_name
 from shardwise.models.facts import HEAD, ModelFacts
 from shardwise.models.layers import DOWN, GATE_UP
 from shardwise.models.read import base_of
-from shardwise.weights.index import Piece, WeightIndex, open_index
+from shardwise.weights.index import Piece, Report, WeightIndex, open_index, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,30 +70,39 @@ def _of_experts(name: str, shape: tuple[int, ...], facts: ModelFacts) -> Iterato
             )
 
 
-def open_model_index(directory: str | Path, facts: ModelFacts) -> WeightIndex:
+def open_model_index(
+    directory: str | Path, facts: ModelFacts, *, report: Report = refuse
+) -> WeightIndex:
     """The weights of a directory under the model's own names, of adapters those of their model too
-    (errors as `open_index`)."""
+    (`report` and errors as `open_index`)."""
     base = base_of(Path(directory))
     if base is not None:
-        model = open_model_index(base, replace(facts, adapters=None))
-        own = open_index(directory)
+        model = open_model_index(base, replace(facts, adapters=None), report=report)
+        own = open_index(directory, report=report)
         adapters = {parameter_name(name): pieces for name, pieces in own.pieces.items()}
         known = {*facts.parameter_shapes, *fused_parts(facts)}
         strangers = [name for name in adapters if name not in known or name in model]
         if strangers:
-            raise UserError(
+            report(
                 f"{directory}: the files hold {strangers[0]}, which is no part of plain adapters "
                 f"({len(strangers)} such); merge them with PEFT, and use the merged model."
             )
+            adapters = {n: pieces for n, pieces in adapters.items() if n not in strangers}
         both = replace(own, pieces={**model.pieces, **adapters}, notes=model.notes)
         return join_parts(both, facts)
-    index = with_prefix(open_index(directory), facts)
+    index = with_prefix(open_index(directory, report=report), facts)
     pieces = dict(index.pieces)
     found: dict[str, list[Piece]] = {}
     for stored in stored_tensors(facts):
         if stored.name != stored.parameter and stored.name in pieces:
             for piece in pieces.pop(stored.name):
-                found.setdefault(stored.parameter, []).append(_in_parameter(piece, stored))
+                if len(piece.shape) == len(stored.shape):
+                    found.setdefault(stored.parameter, []).append(_in_parameter(piece, stored))
+                else:
+                    report(
+                        f"{directory}: {stored.name} has the shape {list(piece.shape)} in "
+                        f"{piece.file.name}; the config asks for {list(stored.shape)}."
+                    )
     renamed = {name: tuple(found[name]) for name in found if name not in pieces}
     return join_parts(replace(index, pieces={**pieces, **renamed}), facts)
 
