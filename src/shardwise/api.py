@@ -97,6 +97,11 @@ def plan(
     if task == "serve" and asked.devices.kind != "cpu":
         answer, cost = _served(asked, facts, speeds, catalog, job, fixed=fixed)
         notes = found.notes + serving_notes(answer)
+        if facts.adapters is not None and facts.adapters.quantize is not None:
+            notes += (
+                "the adapters were trained on matrices rounded to nf4, and this is planned for an "
+                "engine that has them whole: give it what `shardwise export --merge` writes",
+            )
     else:
         _check_no_load(asked)
         known = catalog.devices.get(asked.devices.kind)
@@ -104,7 +109,8 @@ def plan(
         if isinstance(speeds, str) and SET_NETWORK not in speeds:
             probe = f"`shardwise probe --kind {asked.devices.kind}`"
             speeds = f"{speeds}; {probe} on such a machine measures it, for --cluster"
-        answer = search(asked, facts, speeds, fixed=fixed, node=node)
+        has_adapters = found.facts.adapters is not None
+        answer = search(asked, facts, speeds, fixed=fixed, node=node, adapters_stay=has_adapters)
         chosen = answer.chosen
         cost = None if chosen is None else cost_of(chosen.plan, chosen.step_s, job)
         notes = found.notes

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from shardwise.errors import UserError
 
@@ -178,9 +179,7 @@ class Lora(Config):
         "attention and MLP, of a mixture of experts all of attention",
     )
     quantize: Literal["nf4"] | None = Field(
-        default=None,
-        description="round the frozen matrices of the layers to four bits each (QLoRA); None: they "
-        "stay as they are",
+        default=None, description="round the layers' frozen matrices (QLoRA); None: they stay so"
     )
 
     @property
@@ -341,6 +340,10 @@ class Plan(Config):
         given = lora.model_dump(exclude_unset=True) if isinstance(lora, Lora) else lora
         if isinstance(given, Mapping):
             lora = {"quantize": "nf4", **given}
+            if lora["quantize"] is None:
+                raise PydanticCustomError(
+                    "conflict", "lora.quantize is null, and task=qlora says nf4; set task=lora"
+                )
         return {**data, "task": "lora", "lora": lora}
 
     @property
@@ -471,6 +474,8 @@ def _deep_copy(node: Any) -> Any:
 def _one_line(cls: type[Config], error: ValidationError) -> str:
     """The first problem of a pydantic error as one sentence."""
     first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return f"{first['msg']}."
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         known = _fields_at(cls, first["loc"][:-1])

@@ -56,9 +56,9 @@ def test_fresh_adapters_are_the_same_on_every_layout(tmp_path: Path, layout: Any
             assert param.std() == pytest.approx((3 * param.shape[1]) ** -0.5, rel=0.2)
 
 
-def hold_on_rank(rank: int, model_dir: str, layout: dict[str, Any]) -> Any:
+def hold_on_rank(rank: int, model_dir: str, layout: dict[str, Any], task: str) -> Any:
     """The dtypes that rest on a rank, and what a step has changed."""
-    from shardwise.config import Layout, Lora, Plan, Precision, Train
+    from shardwise.config import Layout, Plan, Precision, Train
     from shardwise.parallel.grads import local_part
     from shardwise.parallel.mesh import build_mesh
     from shardwise.trainer.optim import make_optimizer
@@ -68,8 +68,7 @@ def hold_on_rank(rank: int, model_dir: str, layout: dict[str, Any]) -> Any:
     train = Train(micro_batch=2, check_replicas=True)
     plan = Plan(
         model=model_dir,
-        task="lora",
-        lora=Lora(),
+        task=task,  # type: ignore[arg-type]
         layout=Layout(**layout),
         precision=Precision(compute="bf16"),
         train=train,
@@ -99,7 +98,7 @@ def test_the_model_rests_in_the_compute_dtype_and_stays_as_it_is(
     as have none of the A, whose gradient is zero at first."""
     model = save_model("LL", tmp_path / "LL")
     num_ranks = 4 if "fsdp" in layout else 2
-    for dtypes, changed, held in run_ranks(num_ranks, hold_on_rank, str(model), layout):
+    for dtypes, changed, held in run_ranks(num_ranks, hold_on_rank, str(model), layout, "lora"):
         for name, dtype in dtypes.items():
             assert dtype == ("torch.float32" if "lora" in name else "torch.bfloat16"), name
         assert changed == {name for name in dtypes if name.endswith("lora_B")}
@@ -184,3 +183,14 @@ def test_what_was_trained_is_what_peft_loads(tmp_path: Path, name: str, layout: 
     assert (beside - inside).abs().max() < 1e-5 * beside.abs().max()
     if facts.adapters is not None and facts.adapters.quantize is not None:
         assert (beside - theirs).abs().max() < 1e-5 * beside.abs().max()
+
+
+def test_a_rounded_model_rests_in_four_bits_and_stays_as_it_is(tmp_path: Path) -> None:
+    """Bytes of matrices, bf16 of the rest, fp32 adapters; replicas are compared byte by byte."""
+    model = save_model("LLW", tmp_path / "LLW")
+    for dtypes, changed, _ in run_ranks(2, hold_on_rank, str(model), {"dp": 2}, "qlora"):
+        for name, dtype in dtypes.items():
+            is_matrix = name.endswith("proj.weight")
+            expected = "float32" if "lora" in name else "uint8" if is_matrix else "bfloat16"
+            assert dtype == f"torch.{expected}", name
+        assert changed == {name for name in dtypes if name.endswith("lora_B")}

@@ -114,5 +114,7 @@ def test_the_short_name_of_adapters_on_rounded_matrices(tmp_path: Path) -> None:
     assert load_plan(file, ["task=lora"]).method == "lora"
     assert load_plan(file, ["task=qlora"]).lora == Lora(quantize="nf4")
     assert load_plan(file, ["task=lora", "lora.quantize=nf4"]) == load_plan(file, ["task=qlora"])
+    with pytest.raises(UserError, match=r"lora\.quantize is null, and task=qlora says nf4"):
+        load_plan(file, ["task=qlora", "lora.quantize=null"])
     with pytest.raises(UserError, match="lora = 3"):
         load_plan(file, ["task=qlora", "lora=3"])

@@ -67,6 +67,14 @@ def test_large_matrices_are_unpacked_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(unpack(packed, torch.bfloat16), whole)
 
 
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)], ids=str)
+def test_a_rank_may_have_nothing(shape: tuple[int, int]) -> None:
+    """The last shards of a matrix of few rows are empty."""
+    packed = pack(torch.empty(shape))
+    assert packed.shape == packed_shape(*shape)
+    assert unpack(packed, torch.bfloat16).shape == shape
+
+
 def test_the_gradient_is_that_of_the_numbers() -> None:
     """Nothing but the bytes is kept for it."""
     weight, x, bias = matrix(), torch.randn(2, 5, 320), torch.randn(96)

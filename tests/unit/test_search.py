@@ -13,12 +13,14 @@ import pytest
 from rich.console import Console
 
 import shardwise
-from shardwise.config import GIB
+from shardwise.config import GIB, Lora
+from shardwise.models.adapters import write_adapters
 from shardwise.planner.answer import Answer
 from shardwise.planner.cost import Job, Rate
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, Timing
 from shardwise.planner.report import render, to_json, verdict_text
+from tests.models import model_config
 from tests.unit.test_facts import LLAMA_3_1_8B, SMOLLM2
 
 MACHINE = Machine(
@@ -97,6 +99,35 @@ def test_rounded_matrices_are_the_last_resort(smol: Path) -> None:
     assert answer.chosen.plan.lora.quantize == "nf4"
     assert "The plan is for that: task=qlora, not full." in verdict_text(answer)
     assert [lever.fits for lever in answer.levers] == [False] * 4 + [True]
+
+
+def test_the_method_that_learns_most_comes_first() -> None:
+    """Over all devices, before a lesser one that fits one of them; and no layout is given up before
+    the last method has been tried (70B and 405B on four devices of 80 GB)."""
+    settings = ["train.seq_len=2048"]
+    seventy = shardwise.plan("llama-3.1-70b", gpus="4xH100-80GB", overrides=settings)
+    assert seventy.chosen is not None
+    assert (seventy.verdict, seventy.chosen.plan.method) == ("shard", "lora")
+    assert seventy.chosen.plan.layout.world_size == 4
+    assert "The plan is for that: task=lora, not full." in verdict_text(seventy)
+    for task in ("full", "lora"):
+        huge = shardwise.plan("llama-3.1-405b", task=task, gpus="4xH100-80GB", overrides=settings)
+        assert huge.chosen is not None
+        assert (huge.verdict, huge.chosen.plan.method) == ("shard", "qlora")
+        assert huge.chosen.facts.num_packed_parameters > 4e11
+    single = shardwise.plan("llama-3.1-70b", gpus="1xH100-80GB").chosen  # shorter rows
+    assert single is not None
+    assert (single.plan.method, single.plan.train.checkpointing) == ("qlora", "none")
+
+
+def test_adapters_that_are_there_are_not_trained_on_other_matrices(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    config = {**model_config("LLW").to_dict(), "num_hidden_layers": 1000}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    write_adapters(tmp_path, Lora(targets=["q_proj"]), tmp_path / "base")
+    answer = shardwise.plan(tmp_path, task="lora", gpus="cpu:1", memory_gib=0.7)
+    assert answer.chosen is None
+    assert {lever.plan.method for lever in answer.levers} == {"lora"}
 
 
 def test_the_impossible_says_what_would_be_needed(smol: Path) -> None:

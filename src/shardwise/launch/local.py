@@ -39,10 +39,12 @@ ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(128 * 2**10),
     "MALLOC_TRIM_THRESHOLD_": str(128 * 2**10),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
 """Left alone, glibc keeps freed blocks of up to 32 MiB, half as much again as the tensors need.
 Given back at once, the resident set is what the plan says; huge pages make up for most of the page
-faults that this costs."""
+faults that this costs. Of bf16 products oneDNN keeps code and buffers for each shape, and rows of
+all lengths have many: 1,024 of them, if it is let."""
 _POLL_S = 0.05
 _AFTERMATH_S = 0.5
 _NOTICE_S = 2.0

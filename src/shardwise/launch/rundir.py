@@ -108,19 +108,19 @@ def _check_base(checkpoint: Path, plan: Plan) -> None:
 
 
 def as_resumed(run_dir: Path, plan: Plan) -> Plan:
-    """A plan that says nothing of its adapters, with those of the run that it continues."""
+    """A plan with the adapters of the run that it continues, unless it says other things of them
+    (which is refused)."""
     checkpoints = complete_checkpoints(run_dir)
     if not checkpoints or plan.task != "lora":
-        return plan
-    said = plan.lora.model_fields_set if plan.lora is not None else set()
-    if said - {"quantize"}:
         return plan
     model = checkpoints[-1] / "model"
     if not (model / ADAPTER_CONFIG).exists():
         return plan
     lora = read_adapters(model)
-    if plan.lora is not None and plan.lora.quantize != lora.quantize:
-        return plan  # which is refused
+    for key in plan.lora.model_fields_set if plan.lora is not None else ():
+        said, then = getattr(plan.lora, key), getattr(lora, key)
+        if said != then and not (key == "targets" and set(said or then) == set(then)):
+            return plan
     return plan.model_copy(update={"lora": lora})
 
 

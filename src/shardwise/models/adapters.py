@@ -108,7 +108,7 @@ def complete(lora: Lora, facts: ModelFacts) -> Lora:
         )
     reason = why_not_packed(facts)
     if lora.quantize is not None and reason is not None:
-        raise UserError(f"lora.quantize={lora.quantize} {reason}; leave lora.quantize out.")
+        raise UserError(f"lora.quantize={lora.quantize} {reason}; use task=lora.")
     return lora.model_copy(update={"targets": [name for name in known if name in targets]})
 
 
@@ -179,7 +179,7 @@ def _read_base(file: Path) -> Any:
     if not file.exists():
         return None
     content = read_config(file)
-    if content != {"format": content.get("format"), "block_size": NF4_BLOCK}:
+    if content != {"format": "nf4", "block_size": NF4_BLOCK}:
         raise UserError(f"{file}: {content} is not built; nf4 in blocks of {NF4_BLOCK} is.")
     return content["format"]
 

@@ -24,7 +24,7 @@ _LEVELS = (
 )
 """what the 16 codes stand for: quantiles of a normal distribution, zero among them"""
 _PIECE = {"cpu": 2**20}
-"""numbers that are unpacked at a time, for a processor's cache"""
+"""numbers that are packed or unpacked at a time, for a processor's cache"""
 _LARGE_PIECE = 2**23
 
 
@@ -45,22 +45,31 @@ def unpacked_columns(columns: slice) -> slice:
 def pack(matrix: torch.Tensor) -> torch.Tensor:
     """Round a matrix [out, in] of floating-point numbers to bytes [out, in / 64 * 36]."""
     num_out, num_in = matrix.shape
-    blocks = matrix.reshape(num_out, -1, NF4_BLOCK).float()
-    largest = blocks.abs().amax(-1, keepdim=True)
+    packed = matrix.new_empty(packed_shape(num_out, num_in), dtype=torch.uint8)
     levels = torch.tensor(_LEVELS, device=matrix.device)
     middles = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize(blocks / largest.clamp(min=torch.finfo(torch.float32).tiny), middles)
-    codes = codes.to(torch.uint8)
-    pairs = codes[..., 0::2] << 4 | codes[..., 1::2]
-    return torch.cat([pairs, largest.view(torch.uint8)], dim=-1).view(packed_shape(num_out, num_in))
+    least = torch.finfo(torch.float32).tiny
+    num_rows = _rows_at_a_time(matrix)
+    for source, target in zip(matrix.split(num_rows), packed.split(num_rows), strict=True):
+        blocks = source.reshape(len(source), num_in // NF4_BLOCK, NF4_BLOCK).float()
+        largest = blocks.abs().amax(-1, keepdim=True)
+        codes = torch.bucketize(blocks / largest.clamp(min=least), middles, out_int32=True)
+        codes = codes.to(torch.uint8)
+        pairs = codes[..., 0::2] << 4 | codes[..., 1::2]
+        target.copy_(torch.cat([pairs, largest.view(torch.uint8)], dim=-1).flatten(1))
+    return packed
+
+
+def _rows_at_a_time(matrix: torch.Tensor) -> int:
+    piece = _PIECE.get(matrix.device.type, _LARGE_PIECE)
+    return max(1, piece // max(1, matrix.shape[1]))
 
 
 def unpack(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The numbers [out, in] that a packed matrix stands for, each rounded once."""
     blocks = packed.unflatten(1, (-1, NF4_BLOCK_BYTES))
     whole = torch.empty(*blocks.shape[:2], NF4_BLOCK, dtype=dtype, device=packed.device)
-    piece = _PIECE.get(packed.device.type, _LARGE_PIECE)
-    num_rows = max(1, piece // (blocks.shape[1] * NF4_BLOCK))
+    num_rows = _rows_at_a_time(whole.flatten(1))
     for source, target in zip(blocks.split(num_rows), whole.split(num_rows), strict=True):
         largest = source[..., _CODES:].contiguous().view(torch.float32)
         numbers = F.embedding(source[..., :_CODES].int(), _pairs(packed.device))

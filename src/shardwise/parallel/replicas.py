@@ -14,7 +14,7 @@ from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import KV_HEADS, KV_REPLICAS
 from shardwise.parallel.sharded import ShardedModel
 
-_BITS = {2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 Named = Sequence[tuple[str, nn.Parameter]]
 
 

@@ -47,7 +47,8 @@ def why_illegal(layout: Layout, facts: ModelFacts, *, task: str) -> str | None:
     others = sorted(_kinds(layout, facts, task) - set(family.kinds))
     if others:
         done, known = "proved" if family.proved else "planned", ", ".join(family.kinds) or "none"
-        return f"{others[0]} is not {done} for {facts.model_type}; {done} for it: {known}"
+        kind = f"with task={others[0]}" if others[0] in (LORA, QLORA) else others[0]
+        return f"{kind} is not {done} for {facts.model_type}; {done} for it: {known}"
     if layout.tp == 1:
         return None
     for what, number in _split_by_tp(facts).items():
@@ -192,6 +193,11 @@ def check_plan(plan: Plan, facts: ModelFacts) -> Plan:
         raise UserError(
             f"train.checkpoint_every={train.checkpoint_every} chooses among layers that recompute, "
             "and train.checkpointing=none has none; set that to selective or full."
+        )
+    if train.compile and facts.adapters is not None and facts.adapters.quantize is not None:
+        raise UserError(
+            "train.compile=true with matrices in four bits: compiled, a layer keeps what it "
+            "unpacks, and the memory that they save is lost; set train.compile=false."
         )
     reason = why_too_few_rows(plan) or why_not_scheduled(plan, facts)
     if reason is not None:

@@ -95,8 +95,8 @@ def _fewest(
         answer = answer_of(price, count)
         cost = answer.cost
         several = "1 instance" if count == 1 else f"{count} instances"
-        task = answer.single.plan.task
-        if answer.chosen is None or answer.chosen.plan.task != task:
+        method = answer.single.plan.method
+        if answer.chosen is None or answer.chosen.plan.method != method:
             reason = f"{several}: the task does not fit"
         elif cost is None or cost.hours is None or cost.usd is None:
             evidence = answer.chosen.plan.predicted

@@ -43,6 +43,10 @@ class Clock:
             return cls(why_none=speeds, node=node)
         return cls(timer=StepTimer(facts, speeds), node=speeds.node or node)
 
+    def of_facts(self, facts: ModelFacts) -> Clock:
+        """For another model on the same machine."""
+        return Clock.of(facts, self.speeds or self.why_none, self.node)
+
     @property
     def speeds(self) -> Speeds | None:
         """Of the machine."""
@@ -56,6 +60,7 @@ def search(
     *,
     fixed: bool,
     node: int | None = None,
+    adapters_stay: bool = False,
 ) -> Answer:
     """Find the best way to run a plan's task on its devices.
 
@@ -64,6 +69,7 @@ def search(
         speeds: of the devices; a text: the reason why they are not known.
         fixed: keep the layout and the micro-batch as they are and only judge them.
         node: devices of a node, where speeds do not tell; None: they are all in one.
+        adapters_stay: the model holds its adapters already, for matrices as they are.
 
     Raises:
         UserError: the settings are not legal for the model, whatever the layout.
@@ -83,17 +89,17 @@ def search(
             peak_flops=peak,
             node=clock.node,
         )
-    levers = [] if single.fits else _levers(plan, facts, clock)
+    methods = {} if adapters_stay else _methods(plan, facts)
+    levers = [] if single.fits else _levers(plan, facts, clock, methods)
     options, illegal = _sharded(plan, facts, clock, fixed=fixed)
     fitting = [option for option in options if option.fits]
     too_large = sorted((o for o in options if not o.fits), key=lambda o: o.memory.total)
     if single.fits and not fixed:
         fitting.append(single)
-    one_device = [lever for lever in levers if lever.fits]
-    same_task = [lever for lever in one_device if lever.plan.method == plan.method]
+    same_task = [o for o in levers if o.fits and o.plan.method == plan.method]
     if not fitting and not fixed:  # the task as asked, sharded, before cheaper settings on one
-        fitting = one_device[:1]
-    if not fixed and "pipeline_schedule" not in plan.train.model_fields_set:
+        fitting = same_task[:1] or _other_methods(plan, clock, methods, levers)
+    elif not fixed and "pipeline_schedule" not in plan.train.model_fields_set:
         fitting += _interleaved(ranked_options(fitting)[:_SCHEDULED], facts, clock)
     fitting = ranked_options(fitting)
     chosen = fitting[0] if fitting else None
@@ -101,7 +107,7 @@ def search(
     rejected += [(option.name, option.shortfall) for option in too_large] + illegal
     return Answer(
         facts=facts,
-        verdict=_verdict(single, same_task, chosen),
+        verdict=_verdict(single, levers, chosen),
         chosen=_with_stages(chosen, facts) if chosen else None,
         single=single,
         given=options[0] if fixed and options else None,
@@ -136,14 +142,16 @@ def _with_stages(option: Option, facts: ModelFacts) -> Option:
     return replace(option, plan=plan)
 
 
-def _verdict(single: Option, same_task: list[Option], chosen: Option | None) -> Verdict:
+def _verdict(single: Option, levers: list[Option], chosen: Option | None) -> Verdict:
     """Adapters are another task: they are what is left where nothing else fits."""
     if single.fits:
         return "fits_one_device"
+    method = single.plan.method if chosen is None else chosen.plan.method
+    if any(o.fits and o.plan.method in (method, single.plan.method) for o in levers):
+        return "fits_compressed"
     if chosen is None:
-        return "fits_compressed" if same_task else "impossible"
-    compressed = same_task or chosen.plan.method != single.plan.method
-    return "fits_compressed" if compressed else "shard"
+        return "impossible"
+    return "shard" if chosen.plan.layout.world_size > 1 else "fits_compressed"
 
 
 def _sharded(
@@ -217,7 +225,38 @@ def _illegal(plan: Plan, facts: ModelFacts, count: int) -> list[tuple[str, str]]
     return found
 
 
-def _levers(plan: Plan, facts: ModelFacts, clock: Clock) -> list[Option]:
+def _methods(plan: Plan, facts: ModelFacts) -> dict[str, ModelFacts]:
+    """Other methods than the one asked for, which learn less and need less: facts with their
+    adapters, the milder one first."""
+    found = {}
+    if plan.task == "full" and LORA in facts.family.proved:
+        found[LORA] = replace(facts, adapters=complete(Lora(), facts))
+    can_round = QLORA in facts.family.proved and why_not_packed(facts) is None
+    if plan.trains and plan.method != QLORA and can_round:
+        lora = (facts.adapters or Lora()).model_copy(update={"quantize": "nf4"})
+        found[QLORA] = replace(facts, adapters=complete(lora, facts))
+    return found
+
+
+def _other_methods(
+    plan: Plan, clock: Clock, methods: dict[str, ModelFacts], levers: list[Option]
+) -> list[Option]:
+    """What fits of the first other method of which anything does: over all devices, on one, or on
+    one with cheaper settings."""
+    for method, facts in methods.items():
+        other, own = _by(plan, facts), clock.of_facts(facts)
+        options, _ = _sharded(other, facts, own, fixed=False)
+        options.append(_best_shape(_shapes(_with(other, Layout()), facts, fixed=False), facts, own))
+        options += [lever for lever in levers if lever.plan.method == method]
+        fitting = [option for option in options if option.fits]
+        if fitting:
+            return fitting
+    return []
+
+
+def _levers(
+    plan: Plan, facts: ModelFacts, clock: Clock, methods: dict[str, ModelFacts]
+) -> list[Option]:
     """The task on one device with cheaper settings, each with the ones before it."""
     one = _with(plan, Layout())
     if plan.task == "serve":
@@ -234,36 +273,24 @@ def _levers(plan: Plan, facts: ModelFacts, clock: Clock) -> list[Option]:
         one = _bf16(one)
         steps.append(("+ compute=bf16 (states stay fp32)", one))
     options = [_option(name, candidate, facts, clock) for name, candidate in steps]
-    if one.task == "full" and LORA in facts.family.proved:
-        options.append(_adapters(one, facts, clock))
-    if one.trains and one.method != "qlora" and not any(option.fits for option in options):
-        options += _rounded(one, facts, clock)
+    for method, other in methods.items():
+        if method == LORA or not any(option.fits for option in options):
+            name = f"+ task={method} ({_what(method, other)})"
+            options.append(_option(name, _by(one, other), other, clock.of_facts(other)))
     return options
 
 
-def _adapters(plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
-    """Adapters in place of the whole model: another method, which learns less."""
-    facts = replace(facts, adapters=complete(Lora(), facts))
-    share = 100 * facts.num_trained_parameters / facts.num_parameters
-    name = f"+ task=lora (trains {share:.2g}% of the parameters: adapters, not the model)"
-    return _with_adapters(name, plan, facts, clock)
+def _by(plan: Plan, facts: ModelFacts) -> Plan:
+    """The same plan, training the adapters of some facts."""
+    return plan.model_copy(update={"task": "lora", "lora": facts.adapters})
 
 
-def _rounded(plan: Plan, facts: ModelFacts, clock: Clock) -> list[Option]:
-    """Adapters on matrices of four bits, where the model's can be rounded."""
-    lora = (facts.adapters or Lora()).model_copy(update={"quantize": "nf4"})
-    if QLORA not in facts.family.proved or why_not_packed(facts) is not None:
-        return []
-    facts = replace(facts, adapters=complete(lora, facts))
+def _what(method: str, facts: ModelFacts) -> str:
+    if method == LORA:
+        share = 100 * facts.num_trained_parameters / facts.num_parameters
+        return f"trains {share:.2g}% of the parameters: adapters, not the model"
     share = 100 * facts.num_packed_parameters / facts.num_parameters
-    name = f"+ task=qlora ({share:.2g}% of the parameters rounded to four bits)"
-    return [_with_adapters(name, plan, facts, clock)]
-
-
-def _with_adapters(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
-    own = Clock.of(facts, clock.speeds or clock.why_none, clock.node)
-    changes = {"task": "lora", "lora": facts.adapters}
-    return _option(name, plan.model_copy(update=changes), facts, own)
+    return f"{share:.2g}% of the parameters rounded to four bits"
 
 
 def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:

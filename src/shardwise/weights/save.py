@@ -82,9 +82,13 @@ def rounding_error(index: WeightIndex, facts: ModelFacts) -> float:
     """How far the first layer's matrices of four bits are from the stored ones: the root mean
     square of the difference, as a share of theirs."""
     first = f"{facts.family.names.layers}.0."
-    wholes = [_whole(index, name) for name in facts.packed_parameters() if name.startswith(first)]
-    lost = sum(float((rounded(whole) - whole).pow(2).sum()) for whole in wholes)
-    return math.sqrt(lost / sum(float(whole.pow(2).sum()) for whole in wholes))
+    lost = there = 0.0
+    for name in facts.packed_parameters():
+        if name.startswith(first):
+            whole = _whole(index, name)
+            lost += float((rounded(whole) - whole).pow(2).sum())
+            there += float(whole.pow(2).sum())
+    return math.sqrt(lost / there) if there else 0.0
 
 
 def export_adapters(index: WeightIndex, facts: ModelFacts, target: Path, dtype: torch.dtype) -> int:
