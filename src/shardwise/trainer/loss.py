@@ -115,7 +115,6 @@ class _Grads:
     def add(self, rows: slice, logits_grad: torch.Tensor) -> None:
         """Take in the gradient of some tokens' logits."""
         hidden, weight = self._inputs
-        logits_grad = logits_grad.to(weight.dtype)
         torch.mm(logits_grad, weight, out=self.hidden[rows])
         if self.weight is None:
             return
@@ -145,7 +144,9 @@ def _chunk(
     if group is not None:
         log_norms, targets = _over_vocabulary(log_norms, targets, group)
     softmax = powers.mul_((maxima - log_norms).exp()[:, None])
-    return log_norms - targets, softmax.scatter_add_(1, ids, -here.float()[:, None])
+    # in fp32 it must not be there any more when the next products need room
+    grad = softmax.scatter_add_(1, ids, -here.float()[:, None]).to(weight.dtype)
+    return log_norms - targets, grad
 
 
 def _over_vocabulary(
