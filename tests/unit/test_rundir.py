@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Layout, Plan, Train
+from shardwise.config import Layout, Lora, Plan, Train
 from shardwise.errors import UserError
-from shardwise.launch.rundir import check_resume, check_same_rows, claimed, tidy
+from shardwise.launch.rundir import as_resumed, check_resume, check_same_rows, claimed, tidy
+from shardwise.models.adapters import write_adapters
 from shardwise.models.read import facts_of_config
 from shardwise.trainer.data.chat import Example
 from shardwise.trainer.data.store import write_rows
@@ -102,3 +103,31 @@ def test_leftovers_go_and_room_is_checked(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
     with pytest.raises(UserError, match=r"has 0\.00 GiB left, one checkpoint needs 1\.50 GiB"):
         tidy(tmp_path, facts, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "takes_theirs"),
+    [
+        (None, True),
+        (Lora(rank=4), True),
+        (Lora(quantize="nf4"), True),
+        (Lora(targets=["v_proj", "q_proj"]), True),
+        (Lora(rank=8), False),
+        (Lora(quantize=None), False),
+        (Lora(targets=["v_proj"]), False),
+    ],
+    ids=str,
+)
+def test_a_resumed_plan_has_the_adapters_of_its_run(
+    tmp_path: Path, said: Lora | None, takes_theirs: bool
+) -> None:
+    """All of them, whatever part of them it says; one that says another thing is left as it is, and
+    refused where it is compared."""
+    asked = plan().model_copy(update={"task": "lora", "lora": said})
+    assert as_resumed(tmp_path, asked) == asked
+    checkpoint(tmp_path, 3, plan(), rows(tmp_path / "rows", 8))
+    model = tmp_path / "checkpoints" / "step-000003" / "model"
+    model.mkdir()
+    theirs = Lora(rank=4, alpha=8.0, targets=["q_proj", "v_proj"], quantize="nf4")
+    write_adapters(model, theirs, tmp_path)
+    assert as_resumed(tmp_path, asked).lora == (theirs if takes_theirs else said)
