@@ -40,7 +40,7 @@ def load_on_rank(rank: int, model_dir: str, layout: dict[str, int]) -> Any:
         for name, p in model.named_parameters()
     }
     sizes = RankSizes.of(facts, plan.layout)
-    planned = facts.num_layers * sizes.layer + sizes.outer
+    planned = facts.num_layers * sizes.layer_bytes(1) + sizes.outer
     on_meta = [n for n, t in [*model.named_buffers(), *full.items()] if t.is_meta]
     return num_bytes, held, full, planned, on_meta
 
