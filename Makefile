@@ -1,6 +1,7 @@
 # make quickstart   install, then plan, train, export and serve a real model in front of your eyes
 # make test         what a contributor runs: lint, types and tests (under ten minutes on two cores)
 # make test-all     everything, the slow tests and the quick start too
+# make test-long    more layouts, peaks and faults than fit into an hour
 # make kill-test    kill a training twenty times, at random moments; it must lose nothing
 # make mutants      put known faults of distributed training into the source; each must be caught
 
@@ -11,7 +12,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-all kill-test mutants lint format types unit install clean
+.PHONY: quickstart test test-all test-long kill-test mutants lint format types unit install clean
 
 quickstart: install
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/quickstart.sh
@@ -19,11 +20,14 @@ quickstart: install
 test: lint types unit
 
 unit: install
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not long"
 
 test-all: install
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow"
+	$(BIN)/python -m pytest -m "slow and not long"
 	$(MAKE) quickstart
+
+test-long: install
+	$(BIN)/python -m pytest -m "long"
 
 kill-test: install
 	NUM_KILLS=20 $(BIN)/python -m pytest -s tests/e2e/test_kill.py

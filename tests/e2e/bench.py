@@ -28,6 +28,17 @@ def fast_first(cases: Sequence[Any], number: int = 1) -> list[Any]:
     ]
 
 
+def long_last(cases: Sequence[Any], number: int) -> list[Any]:
+    """The cases as parameters, of which all but the first few run in `make test-long` only."""
+    return [
+        *cases[:number],
+        *(
+            pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.long)
+            for case in cases[number:]
+        ),
+    ]
+
+
 SPY = """
 import os
 if "RANK" in os.environ:

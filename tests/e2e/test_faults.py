@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.bench import fast_first
+from tests.e2e.bench import fast_first, long_last
 from tests.e2e.shell import (
     Done,
     assert_none_left,
@@ -170,7 +170,7 @@ def test_a_rank_that_raises(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("layout", long_last([{"fsdp": 2}, {"tp": 2}], 1), ids=str)
 def test_training_goes_on_after_a_fault(
     tmp_path: Path, ll: Path, rows: Path, layout: dict[str, int]
 ) -> None:
@@ -183,7 +183,7 @@ def test_training_goes_on_after_a_fault(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "word"),
-    [("raise", "injected fault 4711"), ("kill", "SIGKILL"), ("exit", "exit code 1")],
+    long_last([("kill", "SIGKILL"), ("raise", "injected fault 4711"), ("exit", "exit code 1")], 1),
 )
 def test_one_of_four_ranks_fails(
     tmp_path: Path, ll: Path, rows: Path, kind: str, word: str
@@ -194,6 +194,7 @@ def test_one_of_four_ranks_fails(
     assert listed_checkpoints(case.run) == [1, 2]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_that_fails_to_load_its_rows(case: Case) -> None:
     """An error between two steps is reported as one within a step is."""
@@ -201,6 +202,7 @@ def test_a_rank_that_fails_to_load_its_rows(case: Case) -> None:
     case.assert_resumes_after(2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_first_rank_that_raises(case: Case) -> None:
     """The error of rank 0 is reported just as well."""
@@ -211,6 +213,7 @@ def test_a_first_rank_that_raises(case: Case) -> None:
     assert listed_checkpoints(case.run) == [1, 2]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_that_exits(case: Case) -> None:
     """A rank that ends by itself, with exit code 1 and no word, is named with its code."""
@@ -238,6 +241,7 @@ def test_a_rank_that_is_killed(case: Case) -> None:
 STILL = ["stop", "sleep"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STILL)
 def test_a_rank_that_stands_still(case: Case, kind: str) -> None:
@@ -258,6 +262,7 @@ def test_a_rank_that_stands_still_is_named(case: Case, kind: str) -> None:
     assert "train.timeout_s" in last, done.text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_resume_says_where_it_continues(case: Case) -> None:
     """The checkpoint that training continues from is printed."""
@@ -268,7 +273,7 @@ def test_resume_says_where_it_continues(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["raise", "kill"])
+@pytest.mark.parametrize("kind", long_last(["kill", "raise"], 1))
 def test_a_rank_that_fails_while_saving(case: Case, kind: str) -> None:
     """The checkpoint that rank 1 could not write is not listed; the one before is resumed."""
     done = case.ruin(f"save_checkpoint:{kind}:2")
@@ -283,6 +288,7 @@ def test_a_rank_that_is_killed_while_saving_is_named(case: Case) -> None:
     _assert_names_rank_1(case.ruin("save_checkpoint:kill:2"), "SIGKILL")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_resume_leaves_one_record_a_step(case: Case) -> None:
     """Steps that are trained again replace their records in metrics.jsonl."""

@@ -59,6 +59,7 @@ def saved(checkpoint: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 60 * NUM_KILLS)
 def test_training_survives_being_killed(tmp_path: Path, ll: Path, rows: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import shardwise
 from shardwise.trainer.report import compare
+from tests.e2e.bench import long_last
 from tests.tokenizer import save_tokenizer
 
 SHAPE = {  # of SmolLM2-135M, less deep, with random weights
@@ -60,7 +61,7 @@ def short_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", long_last([{"cp": 2}, {"fsdp": 2}, {"pp": 2}], 1), ids=str)
 def test_peak_memory_of_packed_rows_is_as_planned(
     model: Path, short_rows: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
@@ -71,30 +72,33 @@ def test_peak_memory_of_packed_rows_is_as_planned(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
-    [
-        ({"fsdp": 1}, []),
-        ({"fsdp": 2}, []),
-        ({"fsdp": 2}, ["precision.compute=bf16"]),
-        ({"fsdp": 2}, ["train.checkpointing=full", "train.global_batch=8"]),
-        ({"fsdp": 2, "zero": 1}, ["train.global_batch=8"]),
-        ({"dp": 2}, ["train.global_batch=8"]),
-        ({"tp": 3, "sequence_parallel": True}, []),
-        ({"pp": 2}, ["train.global_batch=8"]),
-        ({"pp": 2}, ["train.global_batch=8", "train.pipeline_schedule=zbv"]),
-        ({"pp": 2, "fsdp": 2, "zero": 1}, ["train.global_batch=16"]),
-        ({"cp": 2}, []),
-    ],
+    long_last(
+        [
+            ({"fsdp": 2}, ["precision.compute=bf16"]),
+            ({"tp": 3, "sequence_parallel": True}, []),
+            ({"pp": 2, "fsdp": 2, "zero": 1}, ["train.global_batch=16"]),
+            ({"fsdp": 1}, []),
+            ({"fsdp": 2}, []),
+            ({"fsdp": 2}, ["train.checkpointing=full", "train.global_batch=8"]),
+            ({"fsdp": 2, "zero": 1}, ["train.global_batch=8"]),
+            ({"dp": 2}, ["train.global_batch=8"]),
+            ({"pp": 2}, ["train.global_batch=8"]),
+            ({"pp": 2}, ["train.global_batch=8", "train.pipeline_schedule=zbv"]),
+            ({"cp": 2}, []),
+        ],
+        3,
+    ),
     ids=[
+        "fsdp2 bf16",
+        "tp3 sequence parallel",
+        "pp2 x fsdp2",
         "one",
         "fsdp2",
-        "fsdp2 bf16",
         "fsdp2 recompute",
         "zero1",
         "dp2",
-        "tp3 sequence parallel",
         "pp2",
         "pp2 zbv",
-        "pp2 x fsdp2",
         "cp2",
     ],
 )
@@ -108,21 +112,24 @@ def test_peak_memory_is_as_planned(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
-    [
-        ({"fsdp": 2}, ["precision.compute=bf16"]),
-        ({"fsdp": 2}, ["train.checkpointing=full", "lora.targets=[q_proj,v_proj]"]),
-        ({"tp": 3, "sequence_parallel": True}, []),
-        ({"pp": 2}, ["train.global_batch=8"]),
-        ({"fsdp": 2}, ["lora.quantize=nf4"]),
-        ({"tp": 3}, ["lora.quantize=nf4", "precision.compute=bf16"]),
-    ],
+    long_last(
+        [
+            ({"tp": 3}, ["lora.quantize=nf4", "precision.compute=bf16"]),
+            ({"fsdp": 2}, ["precision.compute=bf16"]),
+            ({"fsdp": 2}, ["lora.quantize=nf4"]),
+            ({"fsdp": 2}, ["train.checkpointing=full", "lora.targets=[q_proj,v_proj]"]),
+            ({"tp": 3, "sequence_parallel": True}, []),
+            ({"pp": 2}, ["train.global_batch=8"]),
+        ],
+        2,
+    ),
     ids=[
+        "tp3 nf4 bf16",
         "fsdp2 bf16",
+        "nf4",
         "fsdp2 recompute q v",
         "tp3 sequence parallel",
         "pp2",
-        "nf4",
-        "tp3 nf4 bf16",
     ],
 )
 def test_peak_memory_of_adapters_is_as_planned(
@@ -151,7 +158,7 @@ def check_peaks(
             "train.seq_len=256",
             "train.micro_batch=2",
             "train.global_batch=4",
-            "train.max_steps=3",
+            "train.max_steps=2",
             "train.epochs=3",
             *settings,
         ],
@@ -238,14 +245,17 @@ def test_peak_memory_of_experts_is_as_planned(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "shape", "layout"),
-    [
-        ("DeepseekV3Config", LATENT, {"fsdp": 2}),
-        ("DeepseekV3Config", LATENT, {"fsdp": 2, "ep": 2}),
-        ("DeepseekV3Config", LATENT, {"tp": 2, "sequence_parallel": True}),
-        ("GptOssConfig", SINKS, {"fsdp": 2}),
-        ("GptOssConfig", SINKS, {"fsdp": 2, "ep": 2}),
-        ("Phi3Config", FUSED, {"tp": 2}),
-    ],
+    long_last(
+        [
+            ("DeepseekV3Config", LATENT, {"fsdp": 2, "ep": 2}),
+            ("GptOssConfig", SINKS, {"fsdp": 2}),
+            ("DeepseekV3Config", LATENT, {"fsdp": 2}),
+            ("DeepseekV3Config", LATENT, {"tp": 2, "sequence_parallel": True}),
+            ("GptOssConfig", SINKS, {"fsdp": 2, "ep": 2}),
+            ("Phi3Config", FUSED, {"tp": 2}),
+        ],
+        2,
+    ),
     ids=lambda value: str(value) if isinstance(value, dict) and len(value) < 3 else None,
 )
 def test_peak_memory_of_other_families_is_as_planned(

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.bench import long_last
 from tests.e2e.shell import (
     assert_none_left,
     finish,
@@ -405,7 +406,7 @@ def test_a_port_that_is_taken_by_a_server(serve: ServeOnce, tmp_path: Path, ll: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("state", ["idle", "busy"])
+@pytest.mark.parametrize("state", long_last(["busy", "idle"], 1))
 def test_a_server_that_is_asked_to_end(own: Server, name: str, state: str) -> None:
     """It ends with exit code 0, without a word of error, frees the port and leaves nothing."""
     with ExitStack() as stack:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.bench import long_last
 from tests.e2e.shell import (
     Done,
     assert_none_left,
@@ -176,7 +177,7 @@ def test_export_writes_what_transformers_loads(trained: TrainOnce, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", long_last(["tp", "fsdp", "one"], 1))
 @pytest.mark.parametrize(("dtype", "full_name"), [("bf16", "bfloat16"), ("fp32", "float32")])
 def test_export_with_check(
     trained: TrainOnce, tmp_path: Path, name: str, dtype: str, full_name: str
@@ -228,7 +229,7 @@ def test_a_finished_run_is_not_overwritten(trained: TrainOnce, tmp_path: Path, r
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+@pytest.mark.parametrize("layout", long_last([{"fsdp": 2}, {"tp": 2}], 1), ids=["fsdp", "tp"])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, ll: Path, rows: Path, layout: dict[str, int]
 ) -> None:

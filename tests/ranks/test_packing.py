@@ -54,6 +54,7 @@ def test_ranks_run_out_of_sequences_together(num_ranks: int) -> None:
         assert_close(key, ranks[0][0].grads[key], grad)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_compiled_layers_train_packed_rows_the_same() -> None:

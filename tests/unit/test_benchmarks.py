@@ -207,6 +207,7 @@ def test_names_and_tables_agree() -> None:
     json.dumps([row.parts_s for row in rows])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_real_round_beside_a_peer(tmp_path: Path) -> None:
