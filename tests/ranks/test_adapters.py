@@ -56,7 +56,7 @@ def test_fresh_adapters_are_the_same_on_every_layout(tmp_path: Path, layout: Any
             assert param.std() == pytest.approx((3 * param.shape[1]) ** -0.5, rel=0.2)
 
 
-def hold_on_rank(rank: int, model_dir: str, layout: dict[str, Any], task: str) -> Any:
+def hold_on_rank(rank: int, model_dir: str, layout: dict[str, Any], task: Any) -> Any:
     """The dtypes that rest on a rank, and what a step has changed."""
     from shardwise.config import Layout, Plan, Precision, Train
     from shardwise.parallel.grads import local_part
@@ -68,7 +68,7 @@ def hold_on_rank(rank: int, model_dir: str, layout: dict[str, Any], task: str) -
     train = Train(micro_batch=2, check_replicas=True)
     plan = Plan(
         model=model_dir,
-        task=task,  # type: ignore[arg-type]
+        task=task,
         layout=Layout(**layout),
         precision=Precision(compute="bf16"),
         train=train,

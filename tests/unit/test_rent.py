@@ -63,7 +63,8 @@ def test_the_task_is_the_one_that_was_asked_for() -> None:
         assert rental.answer.chosen is not None
         assert rental.answer.chosen.plan.task == "full"
     lora = find_gpus("llama-3.1-8b", job=JOB, task="lora", overrides=SETTINGS)
-    assert {rental.answer.chosen.plan.method for rental in lora.found} == {"lora"}  # type: ignore[union-attr]
+    chosen = [rental.answer.chosen for rental in lora.found]
+    assert {option and option.plan.method for option in chosen} == {"lora"}
     assert lora.found[0].usd < find_gpus("llama-3.1-8b", job=JOB, overrides=SETTINGS).found[0].usd
 
 

@@ -115,9 +115,12 @@ def check_digests(path: Path) -> None:
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """File -> SHA-256; every rank computes its share, and gets all."""
+    """File -> SHA-256; every rank computes its share of what the first rank sees (on a shared file
+    system another may see less for a while), and gets all."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine = {name: digest_of(folder / name) for name in names[rank::world]}
+    agreed = [names]
+    dist.broadcast_object_list(agreed, src=0)
+    mine = {name: digest_of(folder / name) for name in agreed[0][rank::world]}
     everyone: list[dict[str, str]] = [{}] * world
     dist.all_gather_object(everyone, mine)
     return {name: value for one in everyone for name, value in one.items()}
