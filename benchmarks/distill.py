@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shardwise.catalog import Device, Price, contradictions, load_devices
-from shardwise.config import parse
+from shardwise.parsing import parse
 from shardwise.planner.interpolate import at
 
 Points = Sequence[tuple[int, float]]

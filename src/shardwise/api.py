@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.catalog import Catalog, Price, find_price, load_catalog
-from shardwise.config import Devices, Layout, Plan, Precision, Task, parse, with_overrides
+from shardwise.config import Devices, Layout, Plan, Precision, Task, with_overrides
 from shardwise.errors import UserError
 from shardwise.models.facts import ModelFacts
 from shardwise.models.lookup import local_model, look_up
 from shardwise.models.read import with_adapters_of
+from shardwise.parsing import parse
 from shardwise.planner.accelerator import SET_NETWORK, Accelerator, accelerator
 from shardwise.planner.answer import Answer
 from shardwise.planner.cost import Cost, Job, Rate, cost_of, cost_of_serving

@@ -439,7 +439,8 @@ def inspect(
 
 
 def _layout(text: str) -> Layout:
-    from shardwise.config import Layout, parse, read_yaml
+    from shardwise.config import Layout
+    from shardwise.parsing import parse, read_yaml
 
     pairs = [item.partition("=") for item in text.split(",")]
     if not all(key.strip() and sep for key, sep, _ in pairs):

@@ -6,17 +6,16 @@ and keyword-only; an unknown key is an error that suggests the nearest known one
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from shardwise.errors import UserError
+from shardwise.parsing import parse, read_yaml
 
 PLAN_FILE = "plan.yaml"
 GIB = 2**30
@@ -365,41 +364,6 @@ class Plan(Config):
         path.write_text(self.to_yaml(), encoding="utf-8")
 
 
-C = TypeVar("C", bound=Config)
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.1 reads `2e-5` as text; people mean the number."""
-
-
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
-def read_yaml(text: str) -> Any:
-    """Plain data of a YAML text (`yaml.YAMLError` if it is none)."""
-    return yaml.load(text, Loader=_YamlLoader)  # a subclass of SafeLoader: builds no objects
-
-
-def parse(cls: type[C], data: Any, *, source: str) -> C:
-    """Build a config class from plain data.
-
-    Raises:
-        UserError: one line that names the key, the value and what would work.
-    """
-    if not isinstance(data, Mapping):
-        raise UserError(
-            f"{source}: expected a mapping of keys to values, got {type(data).__name__}."
-        )
-    try:
-        return cls.model_validate(dict(data))
-    except ValidationError as error:
-        raise UserError(f"{source}: {_one_line(cls, error)}") from None
-
-
 def load_plan(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """Read a plan file and apply `key.path=value` overrides to it.
 
@@ -469,32 +433,3 @@ def plan_schema() -> dict[str, Any]:
 
 def _deep_copy(node: Any) -> Any:
     return {k: _deep_copy(v) for k, v in node.items()} if isinstance(node, Mapping) else node
-
-
-def _one_line(cls: type[Config], error: ValidationError) -> str:
-    """The first problem of a pydantic error as one sentence."""
-    first = error.errors(include_url=False)[0]
-    if not first["loc"]:
-        return f"{first['msg']}."
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        known = _fields_at(cls, first["loc"][:-1])
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
-        return f"unknown key {where!r}; {hint}"
-    if first["type"] == "missing":
-        return f"the key {where!r} is missing."
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return f"{where} = {first['input']!r}: {message}."
-
-
-def _fields_at(cls: type[Config], path: Sequence[str | int]) -> list[str]:
-    """Names of the fields of the section at `path` below `cls`."""
-    for part in path:
-        field = cls.model_fields.get(str(part))
-        options = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
-        sections = [t for t in options if isinstance(t, type) and issubclass(t, Config)]
-        if not sections:
-            return []
-        cls = sections[0]
-    return sorted(cls.model_fields)

@@ -20,8 +20,9 @@ from shardwise.catalog import (
     load_catalog,
     load_devices,
 )
-from shardwise.config import Devices, parse
+from shardwise.config import Devices
 from shardwise.errors import UserError
+from shardwise.parsing import parse
 from shardwise.planner.accelerator import Accelerator, accelerator
 from shardwise.planner.devices import parse_devices
 from shardwise.planner.interpolate import at, level

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Layout, Lora, Plan, load_plan, parse, plan_schema, read_yaml
+from shardwise.config import Layout, Lora, Plan, load_plan, plan_schema
 from shardwise.errors import UserError
+from shardwise.parsing import parse, read_yaml
 
 MINIMAL = "model: some/dir\ntask: full\nlayout: {fsdp: 2}\n"
 

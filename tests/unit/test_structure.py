@@ -13,7 +13,7 @@ import shardwise
 
 SOURCE = Path(shardwise.__file__).parent
 ORDER = [  # each may import what stands before it
-    ("errors", "signals", "config", "catalog", "console"),
+    ("errors", "signals", "parsing", "config", "catalog", "console"),
     ("models.hub",),
     ("models.families", "models.planned", "models.layers", "models.adapters", "models.facts"),
     ("models.nf4",),

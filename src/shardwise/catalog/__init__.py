@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import Field
 
-from shardwise.config import Config, parse, read_yaml
+from shardwise.config import Config
 from shardwise.errors import UserError
+from shardwise.parsing import parse, read_yaml
 
 Curve = tuple[tuple[int, float], ...]
 """(bytes of the whole tensor, seconds) by size"""

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import Field
 
-from shardwise.config import Config, parse, read_yaml
+from shardwise.config import Config
+from shardwise.parsing import parse, read_yaml
 
 _FILE = "models.yaml"
 

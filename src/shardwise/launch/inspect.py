@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import PLAN_FILE, Plan, load_plan, parse
+from shardwise.config import PLAN_FILE, Plan, load_plan
 from shardwise.errors import UserError
 from shardwise.launch.found import Found
 from shardwise.launch.inspect_model import adapters_at, model_at, sizes_at
@@ -20,6 +20,7 @@ from shardwise.models.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from shardwise.models.gguf import is_gguf
 from shardwise.models.hub import CONFIG_FILE, read_config
 from shardwise.models.lookup import local_model
+from shardwise.parsing import parse
 from shardwise.trainer.data.order import Order
 from shardwise.trainer.measured import MEASURED_FILE, METRICS_FILE, Measured
 from shardwise.trainer.state import (

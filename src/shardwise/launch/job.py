@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from shardwise.config import Config, parse
+from shardwise.config import Config
 from shardwise.errors import UserError
+from shardwise.parsing import parse
 
 JOB_FILE = "job.json"
 WORK_DIR = "work"

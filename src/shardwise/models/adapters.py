@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import Lora, parse
+from shardwise.config import Lora
 from shardwise.errors import UserError
 from shardwise.models.hub import read_config
 from shardwise.models.layers import NF4_BLOCK, Cut, Param
+from shardwise.parsing import parse
 
 if TYPE_CHECKING:
     from shardwise.models.facts import ModelFacts

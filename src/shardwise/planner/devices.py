@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 from shardwise.catalog import Catalog, load_catalog
-from shardwise.config import GIB, Devices, parse
+from shardwise.config import GIB, Devices
 from shardwise.errors import UserError
+from shardwise.parsing import parse
 
 _CPU = re.compile(r"cpu(?::(\d+))?$")
 _GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z0-9].*)$")

@@ -8,8 +8,9 @@ from typing import Literal
 import yaml
 from pydantic import Field
 
-from shardwise.config import Config, parse, read_yaml
+from shardwise.config import Config
 from shardwise.errors import UserError
+from shardwise.parsing import parse, read_yaml
 from shardwise.planner.interpolate import at
 from shardwise.planner.network import Group, Op
 from shardwise.planner.speeds import Dtype

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from shardwise.config import GIB, Config, load_plan, parse
+from shardwise.config import GIB, Config, load_plan
 from shardwise.errors import UserError
+from shardwise.parsing import parse
 from shardwise.trainer.measured import MEASURED_FILE, Measured
 
 

@@ -19,10 +19,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from shardwise.config import Config, Plan, parse
+from shardwise.config import Config, Plan
 from shardwise.errors import UserError
 from shardwise.models.adapters import ADAPTER_CONFIG
 from shardwise.models.facts import ModelFacts
+from shardwise.parsing import parse
 from shardwise.trainer.data.store import IDS_FILE, open_rows
 
 CHECKPOINTS_DIR = "checkpoints"

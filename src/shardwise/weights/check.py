@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, logging
 
-from shardwise.config import Config, Lora, Plan, parse, read_yaml
+from shardwise.config import Config, Lora, Plan
 from shardwise.models.adapters import ADAPTER_FILE, LORA_A, LORA_B, parameter_name, read_adapters
 from shardwise.models.nf4 import rounded
 from shardwise.models.read import base_of, facts_of_plan, read_facts
 from shardwise.parallel.collectives import gather_last_dim
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.mesh import Mesh
+from shardwise.parsing import parse, read_yaml
 from shardwise.weights.load import load_model, local_box
 from shardwise.weights.save import DTYPES
 
