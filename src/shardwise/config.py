@@ -228,6 +228,11 @@ class Train(Config):
     save_every: int | None = Field(
         default=None, ge=1, description="steps between checkpoints; None: only at the end"
     )
+    async_save: bool = Field(
+        default=True,
+        description="copy what those checkpoints hold, and write it while training goes on; on CPU "
+        "the copy is part of the planned memory",
+    )
     keep: int | None = Field(
         default=None,
         ge=1,
@@ -289,6 +294,7 @@ class Memory(Config):
     logits: int
     buffers: int
     kv_cache: int
+    saving: int = 0
     reserve: int
 
     @property
@@ -354,6 +360,11 @@ class Plan(Config):
     def trains(self) -> bool:
         """Whether it is a plan of a training run."""
         return self.task != "serve"
+
+    @property
+    def saves_behind(self) -> bool:
+        """Whether checkpoints are written while training goes on."""
+        return self.trains and self.train.async_save and self.train.save_every is not None
 
     def to_yaml(self) -> str:
         """The plan as YAML text; `parse(Plan, read_yaml(text), source=...)` gives it back."""

@@ -43,6 +43,7 @@ import time
 
 if os.environ.get("FAULT") and os.environ.get("RANK") == os.environ.get("FAULT_RANK", "1"):
     import shardwise.trainer.loop as loop
+    import shardwise.trainer.saver as saver
 
     def fail(kind):
         with open(os.environ["FAULT_FILE"], "w") as file:
@@ -61,7 +62,8 @@ if os.environ.get("FAULT") and os.environ.get("RANK") == os.environ.get("FAULT_R
             time.sleep(1000)
 
     def wrap(name, kind, call, after=False):
-        real, calls = getattr(loop, name), []
+        module = saver if name == "save_checkpoint" else loop
+        real, calls = getattr(module, name), []
 
         def ruined(*args, **kwargs):
             calls.append(1)
@@ -75,7 +77,7 @@ if os.environ.get("FAULT") and os.environ.get("RANK") == os.environ.get("FAULT_R
                 fail(kind)
             return result
 
-        setattr(loop, name, ruined)
+        setattr(module, name, ruined)
 
     name, kind, call = os.environ["FAULT"].split(":")
     wrap(name, kind, int(call))
@@ -139,8 +141,14 @@ class Case:
 
 
 def _case(folder: Path, model: Path, rows: Path, layout: dict[str, int], **train: Any) -> Case:
-    settings = {**TRAIN, "max_steps": 4, "save_every": 1, **train}
+    settings = {**TRAIN, "max_steps": 4, "save_every": 1, "async_save": False, **train}
     return Case(folder, write_plan(folder / "plan.yaml", model, layout, train=settings), rows)
+
+
+@pytest.fixture
+def behind(tmp_path: Path, ll: Path, rows: Path) -> Case:
+    """The same, that writes its checkpoints while it goes on."""
+    return _case(tmp_path, ll, rows, {"fsdp": 2}, async_save=True)
 
 
 @pytest.fixture
@@ -280,6 +288,24 @@ def test_a_rank_that_fails_while_saving(case: Case, kind: str) -> None:
     if kind == "raise":
         _assert_names_rank_1(done, "injected fault 4711")
     case.assert_resumes_after(1, recorded=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_while_a_checkpoint_is_written(behind: Case, rank: int) -> None:
+    """The checkpoint before the step that failed is completed all the same."""
+    done = behind.ruin("train_step:raise:3", rank=rank)
+    assert "injected fault 4711" in done.err, done.text
+    behind.assert_resumes_after(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "raise"])
+def test_a_rank_that_fails_while_it_writes_behind(behind: Case, kind: str) -> None:
+    """The training ends, and goes on after the checkpoint that was complete before."""
+    done = behind.ruin(f"save_checkpoint:{kind}:2")
+    _assert_names_rank_1(done, "injected fault 4711" if kind == "raise" else "SIGKILL")
+    behind.assert_resumes_after(1, recorded=3)
 
 
 @pytest.mark.slow

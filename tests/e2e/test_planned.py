@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import pytest
 import shardwise
 from shardwise.trainer.report import compare
 from tests.e2e.bench import long_last
+from tests.e2e.test_kill import SLOW_SAVES
 from tests.tokenizer import save_tokenizer
 
 SHAPE = {  # of SmolLM2-135M, less deep, with random weights
@@ -67,6 +69,18 @@ def test_peak_memory_of_packed_rows_is_as_planned(
 ) -> None:
     """The plan is one for rows that fill a sequence, which several do about as well."""
     check_peaks(model, short_rows, tmp_path, layout, ["train.packing=true", "train.global_batch=8"])
+
+
+@pytest.mark.slow
+def test_peak_memory_while_a_checkpoint_is_written_is_as_planned(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy that is written is there during the next steps' peaks, on a disk that is slow."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SLOW_SAVES.replace("0.03", "0.2"))
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    check_peaks(model, rows, tmp_path, {"fsdp": 2}, ["train.save_every=1", "train.max_steps=3"])
 
 
 @pytest.mark.slow

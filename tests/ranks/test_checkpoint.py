@@ -39,7 +39,7 @@ def train_on_rank(
     from shardwise.config import Layout, Plan, Train
     from shardwise.models.adapters import ADAPTER_CONFIG
     from shardwise.parallel.mesh import build_mesh
-    from shardwise.trainer.checkpoint import load_optimizer, save_checkpoint
+    from shardwise.trainer.checkpoint import States, load_optimizer, save_checkpoint
     from shardwise.trainer.optim import make_optimizer
     from shardwise.trainer.state import RowOrder, State
     from shardwise.trainer.step import train_step
@@ -64,7 +64,8 @@ def train_on_rank(
     if save is not None:
         order = RowOrder(num_rows=8, global_batch=8, seed=0, data_digest="")
         state = State(step=todo.stop, row_order=order, loss=steps[-1].loss)
-        save_checkpoint(Path(save), sharded, optimizer, plan, state, Path(model))
+        states = States.of(sharded, optimizer)
+        save_checkpoint(Path(save), states, plan, state, Path(model))
     return steps
 
 

@@ -72,10 +72,11 @@ def check_model(plan: Plan) -> Plan:
         capacity = host_gib() / plan.layout.world_size
     need = memory.total / GIB
     if capacity is not None and need > capacity:
+        saves = f", train.async_save=false ({memory.saving / GIB:.2f} GiB less)"
         raise UserError(
             f"layout {plan.layout} needs {need:.2f} GiB a device, a device of the plan has "
             f"{capacity:.2f} GiB; run `shardwise plan` for a layout that fits, or set "
-            "devices.memory_gib."
+            f"devices.memory_gib{saves if memory.saving else ''}."
         )
     if plan.trains and facts.adapters is not None:
         plan = plan.model_copy(update={"lora": facts.adapters})

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
@@ -27,6 +28,7 @@ __all__ = [
     "HuggingFaceStorageWriter",
     "ReduceScatter",
     "hand_over_gradients",
+    "host_copy",
     "is_strided_shard",
     "set_timeout_of_world",
     "unflatten",
@@ -36,6 +38,15 @@ __all__ = [
 def is_strided_shard(placement: Placement) -> bool:
     """Whether an axis cuts a dimension after an axis that comes later in the mesh."""
     return isinstance(placement, _StridedShard)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, and the same place in the whole, in host memory of their own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    copy = torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local)
+    if isinstance(tensor, DTensor):  # `from_local` would take it to the mesh's device again
+        return DTensor(copy, tensor._spec, requires_grad=False)
+    return copy
 
 
 def unflatten(axis: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

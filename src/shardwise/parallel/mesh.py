@@ -97,6 +97,20 @@ class Mesh:
                 set_timeout_of_world(group, self.device)
         return self._groups["ends"]
 
+    def host_group(self) -> dist.ProcessGroup:
+        """All ranks, for messages in host memory that cross while others compute.
+
+        Makes the process group at its first call, so every rank must call it.
+        """
+        if "host" not in self._groups:
+            group = dist.new_group(backend="gloo")
+            self._groups["host"] = group
+            set_timeout_of_world(group, self.device)
+        group = self._groups["host"]
+        if group is None:
+            raise RuntimeError("a rank of the job is not in the group of all ranks")
+        return group
+
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Axes whose ranks read different rows, or different parts of them."""

@@ -27,6 +27,10 @@ from shardwise.planner.stages import StageSpec, passes_under_way, stages_of, wor
 
 LOSS_CHUNK_TOKENS = 256
 """tokens whose logits exist at a time, which the loss obeys"""
+CHECKPOINT_FILE_BYTES = 64 * 2**20
+"""about so many bytes of a rank go into one file of a checkpoint"""
+_WRITER_COPIES = 2
+"""of a file's tensors: torch's writer makes bytes of each, and then a file of these"""
 _RUNTIME_BYTES = {"cpu": int(0.36 * GIB), "accelerator": int(1.0 * GIB)}
 """What a process holds before any tensor. CPU: interpreter, torch and transformers, measured with
 torch 2.13. Accelerator: context 0.5 to 2 GiB and communicator buffers 0.35 to 0.4 GiB."""
@@ -315,8 +319,26 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
     states = {
         "weights": trained * FP32 + sizes.own_frozen_bytes(layout, c),
         "optimizer": 2 * trained * FP32,
+        "saving": saving_bytes(plan, trained) if plan.devices.kind == "cpu" else 0,
     }
     return {**states, **peak, "kv_cache": 0}
+
+
+def host_bytes_for_saves(plan: Plan, facts: ModelFacts) -> int:
+    """Host memory of the worst rank for checkpoints, where devices have a memory of their own."""
+    if plan.devices.kind == "cpu" or not plan.saves_behind:
+        return 0
+    ranks = (stages_of_rank(plan, facts, rank) for rank in worst_ranks(plan, facts))
+    sizes = (RankSizes.of(facts, plan.layout, stages) for stages in ranks)
+    return max(saving_bytes(plan, one.own_trained(plan.layout)) for one in sizes)
+
+
+def saving_bytes(plan: Plan, trained: int) -> int:
+    """Host memory for checkpoints that are written while training goes on: a copy of weights and
+    moments, and a file on its way to the disk."""
+    if not plan.saves_behind:
+        return 0
+    return 3 * trained * FP32 + _WRITER_COPIES * min(2 * trained * FP32, CHECKPOINT_FILE_BYTES)
 
 
 def _kept(plan: Plan, facts: ModelFacts, kind: LayerKind) -> int:
@@ -403,5 +425,6 @@ def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
         "activations": layer * context + sizes.unpacked * c,
         "logits": 2 * facts.vocab_size * FP32,
         "buffers": 0,
+        "saving": 0,
         "kv_cache": facts.num_layers_with_cache * cached * c * context + facts.state_size * FP32,
     }

@@ -14,7 +14,7 @@ from shardwise.config import GIB, Memory
 from shardwise.console import count, gib, seconds
 from shardwise.planner.answer import MEMORY_EVIDENCE, Answer, Option, suggest
 from shardwise.planner.cost import Cost
-from shardwise.planner.memory import state_bytes
+from shardwise.planner.memory import host_bytes_for_saves, state_bytes
 from shardwise.planner.serving_report import (
     capacity,
     lever_data,
@@ -46,6 +46,7 @@ PARTS = {
     "logits": "logits and loss",
     "buffers": "gathered and reduced buffers",
     "kv_cache": "KV cache",
+    "saving": "a checkpoint being written",
     "reserve": "process and allocator",
 }
 
@@ -324,7 +325,17 @@ def _memory_table(answer: Answer) -> RenderableType:
     totals = [single, *([chosen] if both and chosen else [])]
     table.add_row("total", *(gib(o.memory.total) for o in totals), style="bold")
     table.add_row("a device has", *(gib(o.capacity) for o in totals))
-    return Padding(table, (0, 0, 1, 2))
+    lines: list[RenderableType] = [Padding(table, (0, 0, 1, 2))]
+    host = host_bytes_for_saves(chosen.plan, chosen.facts) if chosen is not None else 0
+    if host:
+        lines.append(
+            Padding(
+                f"and {gib(host)} of host memory a process, for the copy that checkpoints are "
+                "written from",
+                (0, 0, 1, 2),
+            )
+        )
+    return Group(*lines)
 
 
 def _levers(answer: Answer) -> RenderableType:

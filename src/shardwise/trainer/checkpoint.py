@@ -8,19 +8,21 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from shardwise.config import PLAN_FILE, Plan
+from shardwise.config import PLAN_FILE, Lora, Plan
 from shardwise.errors import UserError
 from shardwise.models.adapters import ADAPTER_CONFIG, write_adapters
 from shardwise.models.read import base_of, read_facts
-from shardwise.parallel._torch import HuggingFaceStorageWriter
+from shardwise.parallel._torch import HuggingFaceStorageWriter, host_copy
 from shardwise.parallel.grads import local_part
 from shardwise.parallel.sharded import ShardedModel
+from shardwise.planner.memory import CHECKPOINT_FILE_BYTES
 from shardwise.trainer.state import STATE_FILE, State, digest_of, read_state
 from shardwise.weights.index import open_index
 from shardwise.weights.load import local_box, read_into
@@ -28,65 +30,84 @@ from shardwise.weights.names import join_parts
 from shardwise.weights.save import copy_model_files
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_FILE_BYTES = 64 * 2**20
-"""about so many bytes of a rank go into one file"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """The tensors of a checkpoint, of each rank its own shards."""
+
+    model: Mapping[str, torch.Tensor]
+    """what is trained, and buffers that files hold"""
+    optimizer: Mapping[str, torch.Tensor]
+    """its moments"""
+    adapters: Lora | None
+    """what is trained, if it is not the model"""
+
+    @classmethod
+    def of(cls, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> States:
+        """As they are now: they change with the next step."""
+        mine = sharded.trained_parameters()
+        model = {name: param.detach() for name, param in mine.items()}
+        if sharded.adapters is None:
+            model.update(sharded.stored_buffers())
+        moments = {
+            f"{moment}/{name}": optimizer.state[param][moment]
+            for name, param in mine.items()
+            for moment in _MOMENTS
+        }
+        return cls(model=model, optimizer=moments, adapters=sharded.adapters)
+
+    def copied(self) -> States:
+        """The same in host memory of their own: they stay what they are."""
+        model = {name: host_copy(tensor) for name, tensor in self.model.items()}
+        optimizer = {name: host_copy(tensor) for name, tensor in self.optimizer.items()}
+        return States(model=model, optimizer=optimizer, adapters=self.adapters)
 
 
 def save_checkpoint(
     path: Path,
-    sharded: ShardedModel,
-    optimizer: torch.optim.Optimizer,
+    states: States,
     plan: Plan,
     state: State,
     model_files: Path,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint; every rank calls this and writes its own shards.
 
     Args:
         model_files: directory with the model's config and tokenizer.
+        group: all ranks, with messages of their own; None: those of the training, which waits.
     """
     partial = path.with_name(f".{path.name}.partial")
     is_first = dist.get_rank() == 0
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
-    _write_tensors(partial, sharded, optimizer)
+    dist.barrier(group)
+    for folder, tensors in (("model", states.model), ("optimizer", states.optimizer)):
+        writer = HuggingFaceStorageWriter(
+            str(partial / folder),
+            fqn_to_index_mapping=_buckets(tensors, group),
+            save_distributed=True,
+        )
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
     if is_first:
         copy_model_files(model_files, partial / "model")
-        if sharded.adapters is not None:
+        if states.adapters is not None:
             base = base_of(Path(plan.model)) or Path(plan.model)
-            write_adapters(partial / "model", sharded.adapters, base)
+            write_adapters(partial / "model", states.adapters, base)
         plan.save(partial / PLAN_FILE)
-    dist.barrier()
+    dist.barrier(group)
     files = sorted(
         str(file.relative_to(partial))
         for file in partial.rglob("*")
         if file.is_file() and file.name != ADAPTER_CONFIG  # it says where the base is: may change
     )
-    digests = _digests(partial, files)
+    digests = _digests(partial, files, group)
     if is_first:
         sizes = {name: (partial / name).stat().st_size for name in files}
         _publish(partial, path, state.model_copy(update={"files": sizes, "digests": digests}))
-    dist.barrier()
-
-
-def _write_tensors(partial: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """What is trained and its moments, each rank its own shards."""
-    mine = sharded.trained_parameters()
-    params = {name: param.detach() for name, param in mine.items()}
-    if sharded.adapters is None:
-        params.update(sharded.stored_buffers())
-    moments = {
-        f"{moment}/{name}": optimizer.state[param][moment]
-        for name, param in mine.items()
-        for moment in _MOMENTS
-    }
-    for folder, tensors in (("model", params), ("optimizer", moments)):
-        writer = HuggingFaceStorageWriter(
-            str(partial / folder), fqn_to_index_mapping=_buckets(tensors), save_distributed=True
-        )
-        dcp.save(tensors, storage_writer=writer)
+    dist.barrier(group)
 
 
 def _publish(partial: Path, path: Path, complete: State) -> None:
@@ -114,19 +135,23 @@ def check_digests(path: Path) -> None:
         )
 
 
-def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _digests(
+    folder: Path, names: Sequence[str], group: dist.ProcessGroup | None = None
+) -> dict[str, str]:
     """File -> SHA-256; every rank computes its share of what the first rank sees (on a shared file
     system another may see less for a while), and gets all."""
     rank, world = dist.get_rank(), dist.get_world_size()
     agreed = [names]
-    dist.broadcast_object_list(agreed, src=0)
+    dist.broadcast_object_list(agreed, src=0, group=group)
     mine = {name: digest_of(folder / name) for name in agreed[0][rank::world]}
     everyone: list[dict[str, str]] = [{}] * world
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group=group)
     return {name: value for one in everyone for name, value in one.items()}
 
 
-def _buckets(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def _buckets(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> dict[str, int]:
     """Tensor name -> number of the file (from 1) it goes to.
 
     The writer holds a file in memory until it is written, so each rank's part of it is bounded.
@@ -134,9 +159,9 @@ def _buckets(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """
     here = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     everywhere: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
+    dist.all_gather_object(everywhere, here, group=group)
     sizes = {name: size for one in everywhere for name, size in one.items()}
-    limit = _FILE_BYTES * dist.get_world_size()
+    limit = CHECKPOINT_FILE_BYTES * dist.get_world_size()
     numbers: dict[str, int] = {}
     number, size = 1, 0
     for name, num_bytes in sorted(sizes.items()):

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from shardwise.parallel.context import own_columns
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.sharded import ShardedModel
 from shardwise.probe.process import peak_bytes
-from shardwise.trainer.checkpoint import check_digests, load_optimizer, save_checkpoint
+from shardwise.trainer.checkpoint import States, check_digests, load_optimizer
 from shardwise.trainer.data.batches import Batch, micro_batches
 from shardwise.trainer.data.order import Order, sequences_of
 from shardwise.trainer.data.store import Rows, open_rows
@@ -28,6 +29,7 @@ from shardwise.trainer.measured import EVALUATIONS_FILE, MEASURED_FILE, METRICS_
 from shardwise.trainer.optim import learning_rate_at, make_optimizer
 from shardwise.trainer.progress import Progress
 from shardwise.trainer.requests import Requests
+from shardwise.trainer.saver import Saver
 from shardwise.trainer.state import (
     State,
     checkpoint_dir,
@@ -58,6 +60,7 @@ class Run:
     eval_rows: Rows | None
     sharded: ShardedModel
     optimizer: torch.optim.Optimizer
+    saver: Saver
     start: int
     """optimizer steps done before"""
     base: str | None
@@ -100,7 +103,7 @@ def run_train(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> None:
         console.out.print(f"each rank has loaded its shards ({seconds:.1f} s)")
     before = _evaluate(run, run.start)
     requests = Requests(mesh.device)
-    with requests.listening():
+    with requests.listening(), run.saver:
         records, after = _run_steps(run, requests)
     done = run.start + len(records)
     _write_measured(run, records, before, after)
@@ -131,6 +134,7 @@ def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
         eval_rows=open_rows(eval_folder) if eval_folder.exists() else None,
         sharded=sharded,
         optimizer=optimizer,
+        saver=Saver(plan, mesh, work / MODEL_FILES, partial(_written, plan, folder)),
         start=read_state(checkpoints[-1]).step if checkpoints else 0,
         base=_base(plan) if dist.get_rank() == 0 else None,
     )
@@ -157,8 +161,12 @@ def _run_steps(run: Run, requests: Requests) -> tuple[list[StepRecord], float | 
             progress.update(step + 1, record.result.loss, speed, peak)
             asked = requests.agreed()
             if _is_save_step(run, step + 1) or asked.save or asked.stop:
-                eval_loss = _save(run, step + 1, record.result.loss, evaluated=not asked.stop)
+                is_last = asked.stop or step + 1 == run.num_steps
+                _save(run, step + 1, record.result.loss, is_last=is_last)
+                eval_loss = None if asked.stop else _evaluate(run, step + 1)
+                _drop_others(run.plan, run.folder)
                 requests.saved()
+            run.saver.poll()
             if asked.stop:
                 break
     return records, eval_loss
@@ -177,25 +185,34 @@ def _run_step(run: Run, step: int) -> StepRecord:
     return StepRecord(result=result, num_tokens=num_tokens, seconds=seconds)
 
 
-def _save(run: Run, step: int, loss: float, *, evaluated: bool) -> float | None:
-    """Write a checkpoint, then find out how good it is, and drop those that need not stay."""
+def _save(run: Run, step: int, loss: float, *, is_last: bool) -> None:
+    """Write a checkpoint: while training goes on, if it does and the plan has room for that."""
     began = time.perf_counter()
     order = row_order(run.plan, run.work / TRAIN_ROWS)
-    save_checkpoint(
-        checkpoint_dir(run.folder, step),
-        run.sharded,
-        run.optimizer,
-        run.plan,
-        State(step=step, row_order=order, loss=loss, base=run.base),
-        run.work / MODEL_FILES,
-    )
+    path = checkpoint_dir(run.folder, step)
+    states = States.of(run.sharded, run.optimizer)
+    state = State(step=step, row_order=order, loss=loss, base=run.base)
+    behind = run.plan.saves_behind and not is_last
+    (run.saver.save_behind if behind else run.saver.save)(path, states, state)
     seconds = time.perf_counter() - began
     if run.is_first:
-        console.out.print(f"checkpoint of step {step} written, training paused for {seconds:.1f} s")
-    eval_loss = _evaluate(run, step) if evaluated else None
-    if run.is_first and run.plan.train.keep is not None:
-        drop_others(run.folder, run.plan.train.keep)
-    return eval_loss
+        how = "copied" if behind else "written"
+        console.out.print(f"checkpoint of step {step} {how}, training paused for {seconds:.1f} s")
+
+
+def _written(plan: Plan, folder: Path, state: State, seconds: float) -> None:
+    """A checkpoint is complete that was written while training went on."""
+    if dist.get_rank() == 0:
+        console.out.print(
+            f"checkpoint of step {state.step} written in the background, {seconds:.1f} s"
+        )
+    _drop_others(plan, folder)
+
+
+def _drop_others(plan: Plan, folder: Path) -> None:
+    """Remove the checkpoints that need not stay."""
+    if dist.get_rank() == 0 and plan.train.keep is not None:
+        drop_others(folder, plan.train.keep)
 
 
 def _batches(
