@@ -152,6 +152,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [0], "output_router_logits": True},
     ),
     "OSS": ("GptOssConfig", OSS),
+    "OSS64": ("GptOssConfig", {**OSS, "intermediate_size": 64}),
     "OSSB": ("GptOssConfig", {**OSS, "output_router_logits": True}),
     "DS": ("DeepseekV3Config", DEEPSEEK),
     "DSQ": ("DeepseekV3Config", {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True}),

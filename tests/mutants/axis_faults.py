@@ -219,8 +219,8 @@ PIPELINE = (
         name="tied-copy-not-loaded",
         history="sgl-project/sglang#15890",
         file="weights/load.py",
-        old="        for name, param in sharded.stored_names():\n",
-        new="        for name, param in sharded.named_parameters():\n"
+        old="    with torch.no_grad():\n        for name, param in sharded.stored_names():\n",
+        new="    with torch.no_grad():\n        for name, param in sharded.named_parameters():\n"
         "            if name not in index.pieces:\n"
         "                torch.nn.init.normal_(local_part(param), std=0.02)\n"
         "                continue\n",

@@ -88,3 +88,74 @@ def test_fp16_and_bf16_files_are_widened(tmp_path: Path) -> None:
     for name, param in model.named_parameters():
         assert full[name].dtype == torch.float32
         assert bool((full[name] == param.float()).all())
+
+
+def peak_on_rank(
+    rank: int, model_dir: str, warm_up: str, layout: dict[str, int]
+) -> tuple[int, int]:
+    """Bytes that this rank holds of a model, and by how many its memory grew at most meanwhile."""
+    import torch
+
+    from shardwise.config import Layout, Plan
+    from shardwise.parallel.grads import local_part
+    from shardwise.parallel.mesh import build_mesh
+    from shardwise.weights.load import load_model
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    plan = Plan(model=model_dir, task="full", layout=Layout(**layout))
+    mesh = build_mesh(plan.layout, "cpu")
+    load_model(plan.model_copy(update={"model": warm_up}), mesh, torch.float32)  # first calls
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    sharded = load_model(plan, mesh, torch.float32)
+    held = sum(local_part(param).nbytes for _, param in sharded.stored_names())
+    return held, status("VmHWM") - before
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Models of 0.3 GB in fp32, as bf16 and fp8 files, and each with a tiny one."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+    from tests.coded import save_fp8
+
+    folder = tmp_path_factory.mktemp("large")
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "vocab_size": 32000}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    dense = LlamaConfig(**sizes, intermediate_size=3072)
+    experts = MixtralConfig(**{**sizes, "num_local_experts": 4}, intermediate_size=1024)
+    for name, config in (("dense", dense), ("experts", experts)):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder / name, max_shard_size="60MB")
+    for name in ("dense", "experts"):
+        save_model("LL" if name == "dense" else "MIX", folder / f"small {name}")
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    save_fp8(folder / "dense", folder / "fp8", folder / "p", quantization=how, block=(128, 128))
+    small = {"dense": "small dense", "fp8": "small dense", "experts": "small experts"}
+    return {name: (folder / name, folder / small[name]) for name in small}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("dense", {"fsdp": 1}),
+        ("dense", {"fsdp": 2}),
+        ("dense", {"tp": 2}),
+        ("dense", {"pp": 2}),
+        ("fp8", {"tp": 2}),
+        ("experts", {"fsdp": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_a_process_holds_its_shard_and_a_tenth_more(
+    large: dict[str, tuple[Path, Path]], name: str, layout: dict[str, int]
+) -> None:
+    num_ranks = math.prod(size for axis, size in layout.items() if axis != "ep")
+    for held, grown in run_ranks(num_ranks, peak_on_rank, *map(str, large[name]), layout):
+        assert held > 100e6
+        assert grown < 1.10 * held

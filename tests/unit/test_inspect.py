@@ -238,7 +238,7 @@ def test_a_model_without_weights_or_without_a_config(tmp_path: Path) -> None:
     [
         ({"model_type": "bert"}, "cannot be planned"),
         ({"model_type": "glm4", "head_dim": 4}, "does not run glm4 yet"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "the model is quantised (fp8)"),
+        ({"quantization_config": {"quant_method": "awq"}}, "the model is quantised (awq)"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not proved"),
     ],
 )
@@ -456,10 +456,10 @@ def test_a_plan(tmp_path: Path) -> None:
     assert (fields["task"], fields["method"]) == ("lora", "qlora")
     assert (fields["model"], fields["model_is_there"]) == (str(model), True)
     assert fields["devices"] == {"kind": "cpu", "count": 4, "memory_gib": 16.0}
-    assert fields["predicted_bytes"] == 8 * 2**30
+    assert fields["predicted_bytes"] == 9 * 2**30
     text = page(found)
     assert "4 x cpu, 16.00 GiB each" in text
-    assert "memory a device  8.00 GiB" in text
+    assert "memory a device  9.00 GiB" in text
     a_plan("nobody/nothing").save(tmp_path / "other.yml")
     found = look_at(tmp_path / "other.yml")
     assert found.fields["model_is_there"] is False

@@ -14,7 +14,7 @@ import shardwise
 SOURCE = Path(shardwise.__file__).parent
 ORDER = [  # each may import what stands before it
     ("errors", "signals", "parsing", "config", "catalog", "console"),
-    ("models.hub",),
+    ("models.hub", "models.stored"),
     ("models.families", "models.planned", "models.layers", "models.adapters", "models.facts"),
     ("models.nf4",),
     ("models.sizes", "models.read", "models.gguf", "models.lookup"),

@@ -18,7 +18,7 @@ from shardwise.models.read import base_of, read_facts
 from shardwise.weights.index import open_index, verify
 from shardwise.weights.names import open_model_index
 
-_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8", "MXFP4": "mxfp4"}
 
 
 def model_at(path: Path) -> Found:

@@ -16,6 +16,8 @@ from shardwise.models.families import FAMILIES
 def build_on_meta(model_dir: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a directory's config.json with parameters of `dtype` and no storage."""
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    if hasattr(config, "quantization_config"):  # of its files: loading makes numbers of them
+        del config.quantization_config
     attention = attention_of(FAMILIES[config.model_type])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

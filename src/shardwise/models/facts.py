@@ -11,6 +11,7 @@ from shardwise.config import Lora
 from shardwise.models.adapters import with_adapters
 from shardwise.models.families import Family
 from shardwise.models.layers import Latent, LayerKind, Linear, Param, layer_params
+from shardwise.models.stored import StoredFormat
 
 HEAD = "lm_head.weight"
 """name of what a model may tie to its embedding"""
@@ -52,6 +53,8 @@ class ModelFacts:
     """of the experts that every token goes through, together"""
     balance_weight: float | None = None
     """of the router's balance loss; None: training adds none (`output_router_logits` says)"""
+    stored_as: StoredFormat | None = None
+    """how the files hold its matrices; None: as plain numbers"""
     adapters: Lora | None = None
     """trained in place of the model's own parameters, their targets named; None: there are none"""
 

@@ -20,6 +20,7 @@ from shardwise.models.hub import CONFIG_FILE, cached_directory, is_hub_id, read_
 from shardwise.models.layers import Latent, LayerKind, Linear
 from shardwise.models.planned import ALL_FAMILIES
 from shardwise.models.sizes import Sizes
+from shardwise.models.stored import StoredFormat, stored_format
 
 _MOST_LAYERS = 10_000
 """of a model: each is listed, and no model has as many"""
@@ -159,7 +160,7 @@ def facts_of_config(
         )
     if hidden_size % num_heads and family.attention == "conv1d":
         raise UserError(f"{source}: {num_heads} heads do not divide the width {hidden_size}.")
-    layers = _layer_kinds(config, family, size)
+    stored_as, layers = stored_format(config), _layer_kinds(config, family, size)
     if all(kind.has_experts for kind in layers):
         width = 0  # no layer has a plain MLP
     return ModelFacts(
@@ -184,6 +185,7 @@ def facts_of_config(
         dtype=dtype,
         latent=latent,
         linear=_linear(size) if family.linear else None,
+        stored_as=stored_as if isinstance(stored_as, StoredFormat) else None,
         **_experts(config, family, size),
     )
 
@@ -196,14 +198,11 @@ def why_not_run(config: Mapping[str, Any]) -> str | None:
     family = ALL_FAMILIES[str(config["model_type"])]
     if not family.proved:
         return f"Shardwise does not run {family.model_type} yet"
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "") if isinstance(quantised, Mapping) else ""
-        how = f" ({method})" if method else ""
-        return (
-            f"the model is quantised{how}, which this version cannot shard; "
-            "give the unquantised model"
-        )
+    stored_as = stored_format(config)
+    if isinstance(stored_as, str):
+        return stored_as
+    if stored_as is not None and stored_as.method == "mxfp4" and family.model_type != "gpt_oss":
+        return f"{stored_as} is read for gpt_oss, not for {family.model_type}"
     for kind in sorted(_rope_types(config)):
         if kind not in family.rope_types:
             return (

@@ -25,8 +25,9 @@ from shardwise.parallel.sharded import ShardedModel
 from shardwise.planner.memory import CHECKPOINT_FILE_BYTES
 from shardwise.trainer.state import STATE_FILE, State, digest_of, read_state
 from shardwise.weights.index import open_index
-from shardwise.weights.load import local_box, read_into
+from shardwise.weights.load import local_box, num_bytes_of, read_into
 from shardwise.weights.names import join_parts
+from shardwise.weights.progress import Loading
 from shardwise.weights.save import copy_model_files
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -172,8 +173,14 @@ def _buckets(
     return numbers
 
 
-def load_optimizer(path: Path, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Read the moments of a checkpoint, each rank its own slices, whatever layout wrote them."""
+def load_optimizer(
+    path: Path,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    loading: Loading | None = None,
+) -> None:
+    """Read the moments of a checkpoint, each rank its own slices, whatever layout wrote them
+    (`loading` is told of the bytes)."""
     index, facts = open_index(path / "optimizer"), read_facts(path / "model")
     for moment in _MOMENTS:
         index = join_parts(index, facts, prefix=f"{moment}/")
@@ -188,7 +195,10 @@ def load_optimizer(path: Path, sharded: ShardedModel, optimizer: torch.optim.Opt
             if key not in index:
                 raise UserError(f"{path}: the optimizer state lacks {key}.")
             state[moment] = torch.zeros_like(param)
-            read_into(local_part(state[moment]), local_box(param), index.pieces_of(key), key)
+            box, pieces = local_box(param), index.pieces_of(key)
+            if loading is not None:
+                loading.expect(num_bytes_of(box, pieces))
+            read_into(local_part(state[moment]), box, pieces, key, loading)
 
 
 def _sync(folder: Path) -> None:

@@ -40,6 +40,7 @@ from shardwise.trainer.state import (
 from shardwise.trainer.step import StepResult, evaluate, train_step
 from shardwise.weights.index import fingerprint
 from shardwise.weights.load import load_model
+from shardwise.weights.progress import Loading
 
 TRAIN_ROWS, EVAL_ROWS, MODEL_FILES = "data/train", "data/eval", "model-files"
 """folders below the job's work folder, prepared before the ranks start"""
@@ -92,15 +93,10 @@ def run_train(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> None:
     Continues from the newest complete checkpoint of the run's folder, if there is one. The first
     rank writes metrics and what was measured; every rank writes its shards of the checkpoints.
     """
-    began = time.perf_counter()
     run = _set_up(plan, folder, work, mesh)
     if run.is_first:
         for name in (METRICS_FILE, EVALUATIONS_FILE):
             _forget_after(folder / name, run.start)
-        if run.start:
-            console.out.print(f"continuing after step {run.start} of {run.num_steps}")
-        seconds = time.perf_counter() - began
-        console.out.print(f"each rank has loaded its shards ({seconds:.1f} s)")
     before = _evaluate(run, run.start)
     requests = Requests(mesh.device)
     with requests.listening(), run.saver:
@@ -119,23 +115,32 @@ def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
     if checkpoints:
         check_digests(checkpoints[-1])
     source = str(checkpoints[-1] / "model") if checkpoints else plan.model
-    sharded = load_model(plan.model_copy(update={"model": source}), mesh, torch.float32)
-    optimizer = make_optimizer(sharded, plan.train)
-    if checkpoints:
-        load_optimizer(checkpoints[-1], sharded, optimizer)
     rows, eval_folder = open_rows(work / TRAIN_ROWS), work / EVAL_ROWS
+    order = Order(lengths=rows.lengths, train=plan.train)
+    start = read_state(checkpoints[-1]).step if checkpoints else 0
+    if start and dist.get_rank() == 0:
+        console.out.print(f"continuing after step {start} of {order.num_steps}")
+    with Loading(mesh) as loading:
+        begun = plan.model_copy(update={"model": source})
+        sharded = load_model(begun, mesh, torch.float32, loading=loading)
+        optimizer = make_optimizer(sharded, plan.train)
+        if checkpoints:
+            load_optimizer(checkpoints[-1], sharded, optimizer, loading)
+    summary = loading.summary()
+    if dist.get_rank() == 0:
+        console.out.print(f"each rank has loaded its shards ({summary})")
     return Run(
         plan=plan,
         folder=folder,
         work=work,
         mesh=mesh,
         rows=rows,
-        order=Order(lengths=rows.lengths, train=plan.train),
+        order=order,
         eval_rows=open_rows(eval_folder) if eval_folder.exists() else None,
         sharded=sharded,
         optimizer=optimizer,
         saver=Saver(plan, mesh, work / MODEL_FILES, partial(_written, plan, folder)),
-        start=read_state(checkpoints[-1]).step if checkpoints else 0,
+        start=start,
         base=_base(plan) if dist.get_rank() == 0 else None,
     )
 

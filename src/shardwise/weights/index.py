@@ -25,9 +25,29 @@ _OFFSETS_KEY = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes a
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
 _MAX_HEADER_BYTES = 100 * 2**20
 _VALUE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+_VALUE_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _FLOATS = ("F32", "F16", "BF16")
 Report = Callable[[str], None]
 """what to do with each thing that is wrong"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """Numbers that are a byte each, times a scale."""
+
+    scales: Piece
+    block: tuple[int, ...]
+    """how many numbers along each dimension share one"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4:
+    """Numbers of four bits, of which 32 share a power of two."""
+
+    codes: Piece
+    """[experts, outputs, blocks of inputs, bytes]"""
+    scales: Piece
+    """[experts, outputs, blocks of inputs]"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +65,13 @@ class Piece:
     num_bytes: int
     num_added: int = 0
     """leading dimensions of length one that the file does not have"""
+    codec: Fp8 | Mxfp4 | None = None
+    """how its numbers are made of what the file holds; None: they are that"""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the tensor in the file."""
+        return self.shape[self.num_added :]
 
     def moved(self, rows: int) -> Piece:
         """The same piece so many rows further on."""
@@ -208,7 +235,7 @@ def _why_wrong(index: WeightIndex, name: str, shape: tuple[int, ...]) -> str | N
             f"{index.directory}: the pieces of {name} in {files} hold {stored} values "
             f"of {math.prod(shape)}; a file of the checkpoint is missing or doubled."
         )
-    if any(piece.dtype not in _FLOATS for piece in pieces):
+    if any(piece.dtype not in _FLOATS and piece.codec is None for piece in pieces):
         return (
             f"{index.directory}: {name} is stored as {pieces[0].dtype} in {files}; "
             f"this version loads {', '.join(_FLOATS)}."

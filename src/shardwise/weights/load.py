@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import Plan
@@ -25,13 +25,17 @@ from shardwise.parallel.sharded import ShardedModel
 from shardwise.planner.layout import check_plan
 from shardwise.weights.index import Piece, WeightIndex, verify
 from shardwise.weights.names import open_model_index
-
-Box = tuple[slice, ...]
-"""One range per dimension, in the coordinates of the full tensor."""
+from shardwise.weights.progress import Loading
+from shardwise.weights.read import Box, read_parts
 
 
 def load_model(
-    plan: Plan, mesh: Mesh, dtype: torch.dtype, *, unpacked: bool = False
+    plan: Plan,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    unpacked: bool = False,
+    loading: Loading | None = None,
 ) -> ShardedModel:
     """Build, shard and load the plan's model: the only way weights get into a model.
 
@@ -39,6 +43,7 @@ def load_model(
         dtype: of the parameters at rest; fp32 master weights for training. What adapters freeze
             rests in the compute dtype then.
         unpacked: make numbers of matrices that would rest in four bits, rounded as these.
+        loading: is told of the bytes that are read.
 
     Raises:
         UserError: the plan is not legal for the model, or its files are not whole; no parameter
@@ -57,7 +62,7 @@ def load_model(
     sharded = parallelize(lambda: build_on_meta(source, at_rest), plan, facts, mesh, dtype)
     for part in sharded.parts:
         materialise(part.model, mesh.device)
-    load_weights(sharded, index, seed=plan.train.seed, rounded=rounded)
+    load_weights(sharded, index, seed=plan.train.seed, rounded=rounded, loading=loading)
     return sharded
 
 
@@ -82,7 +87,12 @@ def local_box(tensor: torch.Tensor) -> Box:
 
 
 def load_weights(
-    sharded: ShardedModel, index: WeightIndex, *, seed: int = 0, rounded: Container[str] = ()
+    sharded: ShardedModel,
+    index: WeightIndex,
+    *,
+    seed: int = 0,
+    rounded: Container[str] = (),
+    loading: Loading | None = None,
 ) -> int:
     """Fill the local part of every parameter from a verified index; of adapters that it does not
     have, with their first values.
@@ -90,10 +100,15 @@ def load_weights(
     Args:
         seed: of those.
         rounded: names of parameters that get what four bits can say of them.
+        loading: is told of the bytes that are read.
 
     Returns:
         Bytes that this rank read.
     """
+    if loading is not None:
+        for name, param in sharded.stored_names():
+            pieces = index.pieces_of(name) if name in index else ()
+            loading.expect(num_bytes_of(local_box(param), pieces))
     num_bytes = 0
     with torch.no_grad():
         for name, param in sharded.stored_names():
@@ -101,38 +116,58 @@ def load_weights(
                 local_part(param).copy_(initial(name, param.shape, seed)[local_box(param)])
                 continue
             read = _read_packed if param.dtype == torch.uint8 or name in rounded else read_into
-            num_bytes += read(local_part(param), local_box(param), index.pieces_of(name), name)
+            box, pieces = local_box(param), index.pieces_of(name)
+            num_bytes += read(local_part(param), box, pieces, name, loading)
         for name, buffer in sharded.stored_buffers():
             num_bytes += read_into(buffer, local_box(buffer), index.pieces_of(name), name)
     return num_bytes
 
 
-def _read_packed(target: torch.Tensor, box: Box, pieces: Sequence[Piece], name: str) -> int:
+def _read_packed(
+    target: torch.Tensor, box: Box, pieces: Sequence[Piece], name: str, loading: Loading | None
+) -> int:
     """As `read_into`, rounded to four bits; a matrix that rests in these has a `box` of bytes."""
     rests = target.dtype == torch.uint8
     if rests:
         rows, columns = box
         box = rows, unpacked_columns(columns)
     whole = torch.empty([s.stop - s.start for s in box], dtype=torch.float32, device=target.device)
-    num_bytes = read_into(whole, box, pieces, name)
+    num_bytes = read_into(whole, box, pieces, name, loading)
     packed = pack(whole)
     target.copy_(packed if rests else unpack(packed, target.dtype))
     return num_bytes
 
 
-def read_into(target: torch.Tensor, box: Box, pieces: Sequence[Piece], name: str) -> int:
+def read_into(
+    target: torch.Tensor,
+    box: Box,
+    pieces: Sequence[Piece],
+    name: str,
+    loading: Loading | None = None,
+) -> int:
     """Copy the `box` of a stored tensor into `target` (cast to its dtype); bytes read."""
     if target.shape != torch.Size([s.stop - s.start for s in box]):
         raise RuntimeError(f"{name}: this rank holds {tuple(target.shape)}, its slice is {box}")
     num_bytes = 0
     for piece, source, destination in _overlaps(box, pieces):
-        with safe_open(piece.file, framework="pt") as file:
-            inside = source[piece.num_added :]
-            stored = file.get_slice(piece.name)
-            part = stored[inside] if inside else file.get_tensor(piece.name)
-        target[destination].copy_(part)
-        num_bytes += part.nbytes
+        place, inside = target[destination], source[piece.num_added :]
+        for part, numbers in read_parts(piece, inside):
+            shifts = zip(part, inside, strict=True)
+            there = tuple(slice(cut.start - s.start, cut.stop - s.start) for cut, s in shifts)
+            place[(*(0,) * piece.num_added, *there)].copy_(numbers)
+            part_bytes = piece.num_bytes * numbers.numel() // math.prod(piece.shape)
+            num_bytes += part_bytes
+            if loading is not None:
+                loading.read(part_bytes)
     return num_bytes
+
+
+def num_bytes_of(box: Box, pieces: Sequence[Piece]) -> int:
+    """Bytes that the files hold of a box of a stored tensor."""
+    return sum(
+        piece.num_bytes * math.prod(s.stop - s.start for s in source) // math.prod(piece.shape)
+        for piece, source, _ in _overlaps(box, pieces)
+    )
 
 
 def _overlaps(box: Box, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Box, Box]]:

@@ -11,6 +11,7 @@ from shardwise.models.adapters import parameter_name
 from shardwise.models.facts import HEAD, ModelFacts
 from shardwise.models.layers import DOWN, GATE_UP
 from shardwise.models.read import base_of
+from shardwise.weights.codes import join_codes
 from shardwise.weights.index import Piece, Report, WeightIndex, open_index, refuse
 
 
@@ -90,20 +91,21 @@ def open_model_index(
             adapters = {n: pieces for n, pieces in adapters.items() if n not in strangers}
         both = replace(own, pieces={**model.pieces, **adapters}, notes=model.notes)
         return join_parts(both, facts)
-    index = with_prefix(open_index(directory, report=report), facts)
+    found = join_codes(open_index(directory, report=report), facts.stored_as, report=report)
+    index = with_prefix(found, facts)
     pieces = dict(index.pieces)
-    found: dict[str, list[Piece]] = {}
+    boxes: dict[str, list[Piece]] = {}
     for stored in stored_tensors(facts):
         if stored.name != stored.parameter and stored.name in pieces:
             for piece in pieces.pop(stored.name):
                 if len(piece.shape) == len(stored.shape):
-                    found.setdefault(stored.parameter, []).append(_in_parameter(piece, stored))
+                    boxes.setdefault(stored.parameter, []).append(_in_parameter(piece, stored))
                 else:
                     report(
                         f"{directory}: {stored.name} has the shape {list(piece.shape)} in "
                         f"{piece.file.name}; the config asks for {list(stored.shape)}."
                     )
-    renamed = {name: tuple(found[name]) for name in found if name not in pieces}
+    renamed = {name: tuple(boxes[name]) for name in boxes if name not in pieces}
     return join_parts(replace(index, pieces={**pieces, **renamed}), facts)
 
 

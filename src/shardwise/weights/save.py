@@ -64,7 +64,8 @@ def export_model(
     with _published(target) as partial:
         copy_model_files(base_of(index.directory) or index.directory, partial)
         copy_model_files(directory_with(TOKENIZER_FILE, index.directory), partial)
-        _set_dtype(partial / CONFIG_FILE, dtype)
+        name = str(dtype).removeprefix("torch.")
+        _change_config(partial / CONFIG_FILE, torch_dtype=None, dtype=name)
         files = list(_files(facts, dtype, max_file_bytes))
         weight_map: dict[str, str] = {}
         for number, names in enumerate(files, start=1):
@@ -132,6 +133,8 @@ def copy_model_files(source: Path, target: Path) -> None:
         is_small = file.suffix in (".json", ".jinja", ".model", ".txt")
         if is_small and file.name not in (INDEX_FILE, ADAPTER_CONFIG, BASE_FILE):
             shutil.copyfile(file, target / file.name)
+    if (target / CONFIG_FILE).exists():
+        _change_config(target / CONFIG_FILE, quantization_config=None)  # it was of other weights
 
 
 def _files(facts: ModelFacts, dtype: torch.dtype, max_file_bytes: int) -> Iterator[list[Stored]]:
@@ -214,8 +217,10 @@ def _num_bytes(stored: Stored, dtype: torch.dtype) -> int:
     return torch.Size(stored.shape).numel() * _dtype(stored, dtype).itemsize
 
 
-def _set_dtype(file: Path, dtype: torch.dtype) -> None:
+def _change_config(file: Path, **changes: str | None) -> None:
+    """Set keys of a config.json, or drop those that get None; a file that says it already stays."""
     config = json.loads(file.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    changed = {**config, **changes}
+    changed = {key: value for key, value in changed.items() if key not in changes or value}
+    if changed != config:
+        file.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
