@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
@@ -40,6 +40,7 @@ def read_parts(piece: Piece, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
     Raises:
         UserError: the file ends before its header says.
     """
+    _announce(piece, box)
     for part in _parts(box, _CHUNK_VALUES if piece.codec is None else _CODED_VALUES):
         if isinstance(piece.codec, Fp8):
             yield part, _fp8(piece, piece.codec, part)
@@ -47,6 +48,26 @@ def read_parts(piece: Piece, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
             yield part, _mxfp4(piece.codec, part)
         else:
             yield part, _stored(piece, part)
+
+
+def _announce(piece: Piece, box: Box) -> None:
+    """Let the system fetch what will be read of a plain tensor, while its first part is cast."""
+    if piece.codec is not None or not hasattr(os, "posix_fadvise"):
+        return
+    shape, width = piece.stored_shape, _TYPES[piece.dtype].itemsize
+    first = _place([cut.start for cut in box], shape)
+    last = _place([cut.stop - 1 for cut in box], shape) + 1
+    with piece.file.open("rb", buffering=0) as file:
+        start, length = piece.data_start + first * width, (last - first) * width
+        os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
+
+
+def _place(indices: Sequence[int], shape: Sequence[int]) -> int:
+    """How many numbers of a tensor lie before one."""
+    place = 0
+    for index, size in zip(indices, shape, strict=False):
+        place = place * size + index
+    return place
 
 
 def _parts(box: Box, most: int) -> Iterator[Box]:
@@ -91,10 +112,10 @@ def _runs(box: Box, shape: tuple[int, ...], width: int) -> Iterator[tuple[int, i
     inner = math.prod(shape[last + 1 :]) * width
     cut = box[last]
     for index in product(*(range(outer.start, outer.stop) for outer in box[:last])):
-        row = 0
-        for number, size in zip(index, shape, strict=False):
-            row = row * size + number
-        yield (row * shape[last] + cut.start) * inner, (cut.stop - cut.start) * inner
+        yield (
+            (_place(index, shape) * shape[last] + cut.start) * inner,
+            (cut.stop - cut.start) * inner,
+        )
 
 
 def _fp8(piece: Piece, codec: Fp8, box: Box) -> torch.Tensor:
