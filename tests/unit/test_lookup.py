@@ -108,13 +108,14 @@ def test_the_language_part_of_a_larger_model(model: Path) -> None:
 
 
 def test_quantised_files_are_planned_as_if_they_were_not(model: Path) -> None:
-    quantised = {**SMOLLM2, "quantization_config": {"quant_method": "fp8"}}
+    quantised = {**SMOLLM2, "quantization_config": {"quant_method": "awq"}}
     (model / "config.json").write_text(json.dumps(quantised))
-    answer = plan(model, gpus="cpu:2")
-    assert answer.notes == (
-        "planned only: the model is quantised (fp8), which this version cannot shard; give the "
-        "unquantised model",
-    )
+    (note,) = plan(model, gpus="cpu:2").notes
+    assert note.startswith("planned only: the model is quantised (awq), which this version does")
+    quantised["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (model / "config.json").write_text(json.dumps(quantised))
+    notes = plan(model, gpus="cpu:2").notes
+    assert notes[0].startswith("its files are in fp8, blocks of 128 x 128;")
 
 
 def test_a_hub_id_in_the_local_cache(tmp_path: Path, model: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from shardwise import console
 from shardwise.config import PLAN_FILE, Layout, Plan, load_plan
 from shardwise.errors import ShardwiseError, UserError
+from shardwise.launch.gguf import open_source
 from shardwise.launch.start import start_check
 from shardwise.models.adapters import ADAPTER_CONFIG
+from shardwise.models.gguf import is_gguf
 from shardwise.models.hub import CONFIG_FILE
 from shardwise.models.read import base_of, read_facts
 from shardwise.weights.index import fingerprint, verify
@@ -33,6 +37,9 @@ def start_export(
     from shardwise.weights.check import TOLERANCE
     from shardwise.weights.save import DTYPES, export_adapters, export_model, rounding_error
 
+    if source.is_file() and is_gguf(source):
+        _export_gguf(source, out, "bf16" if dtype is None else dtype, merge=merge, check=check)
+        return
     directory, plan = find_model(source)
     facts = read_facts(directory)
     if merge and facts.adapters is None:
@@ -59,6 +66,24 @@ def start_export(
     if not difference <= TOLERANCE * largest:
         raise ShardwiseError(f"{out} is NOT the model that was exported: {words}.")
     console.out.print(f"equal: {words}", style="green")
+
+
+def _export_gguf(source: Path, out: Path, dtype: str, *, merge: bool, check: bool) -> None:
+    from shardwise.weights.save import DTYPES, export_model
+
+    if merge or check:
+        raise UserError(f"--{'merge' if merge else 'check'} is not for GGUF files; leave it out.")
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+    with TemporaryDirectory(prefix="shardwise-") as folder:
+        index, facts = open_source(source, Path(folder))
+        verify(index, facts)
+        kinds = Counter(piece.dtype for pieces in index.pieces.values() for piece in pieces)
+        formats = ", ".join(f"{count} tensors in {name}" for name, count in kinds.most_common())
+        console.out.print(f"{source.name}: {formats}")
+        console.out.print(f"writing {facts.num_parameters / 1e6:.1f} M parameters to {out} ...")
+        num_bytes = export_model(index, facts, out, DTYPES[dtype])
+    console.out.print(f"exported {source}: {console.gib(num_bytes)}, {dtype}")
 
 
 def _on_rounded(quantize: str, error: float, alone: bool) -> str:

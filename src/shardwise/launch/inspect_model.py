@@ -55,7 +55,7 @@ def _described(path: Path, problems: list[str]) -> tuple[dict[str, Any], ModelFa
     fields = {
         **_counted(found.facts),
         "runs": runs,
-        "why_not": "; ".join(found.notes) or None,
+        "why_not": None if runs else "; ".join(found.notes) or None,
     }
     return fields, found.facts if runs else None
 

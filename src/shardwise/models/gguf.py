@@ -22,6 +22,8 @@ _VERSIONS = (2, 3)
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """type in the file -> that of `struct`"""
 _STRING, _ARRAY = 8, 9
+_ALIGNMENT = 32
+"""bytes; where the header says nothing, tensors begin at multiples of them"""
 _ATTENTION_BIAS = re.compile(r"blk\.0\.attn_(q|k|v|output|kv_a_mqa)\.bias")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -60,6 +62,17 @@ _NO_PARAMETERS = re.compile(r"rope_|.*\.exp_probs_b\.bias$")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one tensor's values are."""
+
+    file: Path
+    kind: int
+    """number format, by ggml's number of it"""
+    start: int
+    """first byte in the file"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """What a GGUF file says of itself."""
 
@@ -68,6 +81,7 @@ class Header:
     """of a list of texts only how many they are"""
     tensors: dict[str, tuple[int, ...]]
     """name -> shape, outermost dimension first"""
+    places: dict[str, Place]
 
     def number(self, key: str) -> int | None:
         """A whole number of the metadata; None: it is not there.
@@ -133,6 +147,8 @@ def _sizes(header: Header, architecture: str) -> dict[str, Any]:
     if model_type == "gpt_oss":  # which has no plain MLP
         found["intermediate_size"] = found.pop("moe_intermediate_size")
     given = {key: value for key, value in found.items() if value is not None}
+    if given.get("sliding_window") == 0:  # as some files say that there is none
+        del given["sliding_window"]
     latent = _latent(number) if model_type == "deepseek_v3" else {}
     return {**given, **latent, "model_type": model_type}
 
@@ -189,6 +205,7 @@ def read_header(path: Path) -> Header:
         )
     values: dict[str, Any] = {}
     tensors: dict[str, tuple[int, ...]] = {}
+    places: dict[str, Place] = {}
     for number in range(num_parts, 0, -1):  # the first part says most
         part = path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf")
         if not part.exists():
@@ -196,7 +213,8 @@ def read_header(path: Path) -> Header:
         one = _read_one(part)
         values |= one.values
         tensors |= one.tensors
-    return Header(path=path, values=values, tensors=tensors)
+        places |= one.places
+    return Header(path=path, values=values, tensors=tensors, places=places)
 
 
 def _read_one(path: Path) -> Header:
@@ -210,8 +228,18 @@ def _read_one(path: Path) -> Header:
                 raise UserError(f"{path}: GGUF version {version} is not read; 2 and 3 are.")
             num_tensors, num_values = reader.number("Q"), reader.number("Q")
             values = {reader.text(): reader.value() for _ in range(num_values)}
-            tensors = dict(reader.tensor() for _ in range(num_tensors))
-            return Header(path=path, values=values, tensors=tensors)
+            infos = [reader.tensor() for _ in range(num_tensors)]
+            unit = values.get("general.alignment", _ALIGNMENT)
+            begin = -(-file.tell() // unit) * unit if type(unit) is int and unit > 0 else 0
+            return Header(
+                path=path,
+                values=values,
+                tensors={name: shape for name, shape, *_ in infos},
+                places={
+                    name: Place(file=path, kind=kind, start=begin + offset)
+                    for name, _, kind, offset in infos
+                },
+            )
     except (_Broken, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the GGUF file's header is broken: {error}.") from None
 
@@ -260,9 +288,8 @@ class _Reader:
             self.bytes(self.number("Q"))
         return count
 
-    def tensor(self) -> tuple[str, tuple[int, ...]]:
-        """Its name and shape; type and place are passed over."""
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Its name and shape, number format, and first byte after the header."""
         name = self.text()
         shape = [self.number("Q") for _ in range(self.number("I"))]
-        self.bytes(struct.calcsize("<IQ"))
-        return name, tuple(reversed(shape))
+        return name, tuple(reversed(shape)), self.number("I"), self.number("Q")

@@ -80,8 +80,8 @@ def local_model(model: str) -> str:
     path = Path(model)
     if path.is_file() and is_gguf(path):
         raise UserError(
-            f"{model} is a GGUF file, which Shardwise plans and does not run; give the directory "
-            f"of the model that it was made of, with {CONFIG_FILE} and safetensors files."
+            f"{model} is a GGUF file: make a directory of it with `shardwise export {model} --out "
+            "DIR`, or give that of the model that it was made of."
         )
     known = None if path.exists() else find_model(model)
     if known is not None:
@@ -149,7 +149,15 @@ def _of_config(
         model=model,
         facts=facts,
         directory=None if reason else directory,
-        notes=_only_planned(reason),
+        notes=_coded(facts) if reason is None else _only_planned(reason),
+    )
+
+
+def _coded(facts: ModelFacts) -> tuple[str, ...]:
+    if facts.stored_as is None:
+        return ()
+    return (
+        f"its files are in {facts.stored_as}; they are read as the numbers that they stand for",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,10 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, logging
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, logging
 
 from shardwise.config import Config, Lora, Plan
+from shardwise.errors import UserError
 from shardwise.models.adapters import ADAPTER_FILE, LORA_A, LORA_B, parameter_name, read_adapters
 from shardwise.models.nf4 import rounded
 from shardwise.models.read import base_of, facts_of_plan, read_facts
@@ -59,6 +60,25 @@ def run_logits(plan: Plan, folder: Path, mesh: Mesh) -> None:
         save_file({"logits": logits.contiguous().cpu()}, folder / LOGITS_FILE)
 
 
+def _as_numbers(base: Path | None) -> dict[str, Any]:
+    """What makes transformers read a model's codes as numbers, on a GPU too.
+
+    Raises:
+        UserError: it cannot.
+    """
+    stored_as = None if base is None else read_facts(base).stored_as
+    if stored_as is None:
+        return {}
+    if stored_as.method == "mxfp4":
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    if stored_as.method == "fp8":
+        return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    raise UserError(
+        f"{base}: plain transformers does not make numbers of {stored_as.method} files, so there "
+        "is nothing to compare with; use --merge, or leave out --check."
+    )
+
+
 def _merge(model: nn.Module, lora: Lora | None) -> None:
     """Merge the adapters of a sharded model into its matrices, in place."""
     if lora is None:
@@ -84,7 +104,7 @@ def compare_with_plain(folder: Path, exported: Path) -> tuple[float, float]:
     logging.disable_progress_bar()
     base = base_of(exported)
     plain = AutoModelForCausalLM.from_pretrained(
-        base or exported, dtype=torch.float32, local_files_only=True
+        base or exported, dtype=torch.float32, local_files_only=True, **_as_numbers(base)
     ).eval()
     with torch.no_grad():
         if base is not None:

@@ -51,6 +51,18 @@ class Mxfp4:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ggml:
+    """Rows of blocks, in one of ggml's number formats."""
+
+    rows: Piece
+    """of bytes"""
+    head_dim: int | None = None
+    """of a projection whose heads have their two halves interleaved, row by row"""
+    less: float = 0.0
+    """taken off each number"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Piece:
     """A box of one tensor that lies in one file."""
 
@@ -65,7 +77,7 @@ class Piece:
     num_bytes: int
     num_added: int = 0
     """leading dimensions of length one that the file does not have"""
-    codec: Fp8 | Mxfp4 | None = None
+    codec: Fp8 | Mxfp4 | Ggml | None = None
     """how its numbers are made of what the file holds; None: they are that"""
 
     @property

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
 
 from shardwise.errors import UserError
 from shardwise.weights.codes import MXFP4_BLOCK
-from shardwise.weights.index import Fp8, Mxfp4, Piece
+from shardwise.weights.index import Fp8, Ggml, Mxfp4, Piece
 
 Box = tuple[slice, ...]
 """One range per dimension"""
@@ -44,6 +45,8 @@ def read_parts(piece: Piece, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
     for part in _parts(box, _CHUNK_VALUES if piece.codec is None else _CODED_VALUES):
         if isinstance(piece.codec, Fp8):
             yield part, _fp8(piece, piece.codec, part)
+        elif isinstance(piece.codec, Ggml):
+            yield part, _ggml(piece, piece.codec, part)
         elif isinstance(piece.codec, Mxfp4):
             yield part, _mxfp4(piece.codec, part)
         else:
@@ -150,3 +153,23 @@ def _mxfp4(codec: Mxfp4, box: Box) -> torch.Tensor:
     numbers = torch.ldexp(pairs.flatten(-2), powers.unsqueeze(-1)).flatten(-2)
     first = inputs.start - blocks.start * MXFP4_BLOCK
     return numbers.narrow(-1, first, inputs.stop - inputs.start).transpose(1, 2)
+
+
+def _ggml(piece: Piece, codec: Ggml, box: Box) -> torch.Tensor:
+    """Of whole rows, and of heads whose halves are interleaved whole heads, since they are made
+    together."""
+    import gguf
+
+    *outer, columns = box
+    rows = codec.rows
+    if codec.head_dim is not None:  # [heads x head_dim, inputs], or a bias [heads x head_dim]
+        (cut, *inner), size = box, codec.head_dim
+        heads = slice(cut.start // size * size, -(-cut.stop // size) * size)
+        whole = replace(piece, codec=replace(codec, head_dim=None))
+        mixed = _ggml(whole, whole.codec, (heads, *inner))  # type: ignore[arg-type]
+        apart = mixed.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).reshape(mixed.shape)
+        return apart[cut.start - heads.start :][: cut.stop - cut.start]
+    stored = _stored(rows, (*outer, slice(0, rows.shape[-1])))
+    kind = gguf.GGMLQuantizationType[piece.dtype]
+    numbers = torch.from_numpy(gguf.dequantize(stored.numpy(), kind)).float()
+    return numbers[..., columns] - codec.less
