@@ -239,6 +239,11 @@ class Train(Config):
         description="newest checkpoints that stay, besides the one of the lowest evaluation loss; "
         "None: all",
     )
+    copy_to: str | None = Field(
+        default=None,
+        description="where complete checkpoints are copied to, as fsspec names it (such as "
+        "s3://bucket/runs/a), and fetched from if a resumed run has none as new",
+    )
     check_replicas: bool = Field(
         default=False,
         description="stop if replicas or tied copies are not bitwise equal after a step",

@@ -85,7 +85,7 @@ def content(run_dir: Path) -> dict[str, Any]:
                 found[f"{name}: {key}"] = tensor.numpy().tobytes()
         elif file.name == "state.json":
             found[name] = json.loads(file.read_text()) | {"digests": None, "files": None}
-        elif file.is_file() and file.name != "plan.yaml":
+        elif file.is_file() and file.name not in ("plan.yaml", "metrics.jsonl"):
             found[name] = file.read_bytes()
     return found
 

@@ -42,6 +42,7 @@ from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
 from shardwise.planner.memory import predict_memory, stage_bytes
+from shardwise.trainer.copies import Copies, fetch_newest
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 
@@ -108,8 +109,14 @@ def start_train(
     with ExitStack() as held:
 
         def prepare() -> Job:
+            if plan.train.copy_to is not None:
+                _check_copies(Copies(plan.train.copy_to), resume=resume)
+            if resume and plan.train.copy_to is not None:
+                held.enter_context(claimed(run_dir))
+                _fetch(plan.train.copy_to, run_dir)
             checked = check_model(as_resumed(run_dir, plan) if resume else plan)
-            held.enter_context(claimed(run_dir))
+            if not resume or plan.train.copy_to is None:
+                held.enter_context(claimed(run_dir))
             check_resume(run_dir, resume=resume)
             check_same_task(run_dir, plan)
             tidy(run_dir, facts_of_plan(plan), resume=resume)
@@ -124,6 +131,24 @@ def start_train(
             job = prepare()
             _announce(plan, "train")
             run_local(job)
+
+
+def _check_copies(copies: Copies, *, resume: bool) -> None:
+    """Make sure that copies can be written, and that they are not mixed with another run's."""
+    copies.check()
+    newest = copies.newest()
+    if newest is not None and not resume:
+        raise UserError(
+            f"train.copy_to={copies.url} already holds {newest}; continue it with --resume, or give "
+            "another place."
+        )
+
+
+def _fetch(url: str, run_dir: Path) -> None:
+    console.out.print(f"looking for checkpoints in {url} ...")
+    fetched = fetch_newest(url, run_dir)
+    if fetched is not None:
+        console.out.print(f"fetched {fetched.name} from {url}")
 
 
 def start_serve(plan: Plan) -> None:

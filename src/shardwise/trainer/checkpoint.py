@@ -71,12 +71,14 @@ def save_checkpoint(
     plan: Plan,
     state: State,
     model_files: Path,
+    records: Mapping[str, bytes] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint; every rank calls this and writes its own shards.
 
     Args:
         model_files: directory with the model's config and tokenizer.
+        records: files of the run so far, such as its metrics.
         group: all ranks, with messages of their own; None: those of the training, which waits.
     """
     partial = path.with_name(f".{path.name}.partial")
@@ -98,6 +100,8 @@ def save_checkpoint(
             base = base_of(Path(plan.model)) or Path(plan.model)
             write_adapters(partial / "model", states.adapters, base)
         plan.save(partial / PLAN_FILE)
+        for name, content in (records or {}).items():
+            (partial / name).write_bytes(content)
     dist.barrier(group)
     files = sorted(
         str(file.relative_to(partial))

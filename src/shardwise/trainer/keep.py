@@ -10,19 +10,20 @@ from shardwise.trainer.measured import EVALUATIONS_FILE
 from shardwise.trainer.state import complete_checkpoints, read_state
 
 
-def drop_others(run_dir: Path, keep: int) -> None:
+def drop_others(run_dir: Path, keep: int) -> list[str]:
     """Remove all complete checkpoints but the newest `keep` and the best; called when the newest
-    one is complete.
+    one is complete. Returns the names of the removed ones.
 
     Each loses its name first: one that is half removed must not look like one that broke.
     """
     checkpoints = complete_checkpoints(run_dir)
     best = best_checkpoint(run_dir, checkpoints)
-    for path in checkpoints[:-keep]:
-        if path != best:
-            dropped = path.with_name(f".{path.name}.dropped")
-            path.rename(dropped)
-            shutil.rmtree(dropped, ignore_errors=True)
+    others = [path for path in checkpoints[:-keep] if path != best]
+    for path in others:
+        dropped = path.with_name(f".{path.name}.dropped")
+        path.rename(dropped)
+        shutil.rmtree(dropped, ignore_errors=True)
+    return [path.name for path in others]
 
 
 def best_checkpoint(run_dir: Path, checkpoints: list[Path]) -> Path | None:

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +23,6 @@ from shardwise.trainer.checkpoint import States, check_digests, load_optimizer
 from shardwise.trainer.data.batches import Batch, micro_batches
 from shardwise.trainer.data.order import Order, sequences_of
 from shardwise.trainer.data.store import Rows, open_rows
-from shardwise.trainer.keep import drop_others
 from shardwise.trainer.measured import EVALUATIONS_FILE, MEASURED_FILE, METRICS_FILE, Measured
 from shardwise.trainer.optim import learning_rate_at, make_optimizer
 from shardwise.trainer.progress import Progress
@@ -103,6 +101,7 @@ def run_train(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> None:
         records, after = _run_steps(run, requests)
     done = run.start + len(records)
     _write_measured(run, records, before, after)
+    run.saver.check_copied()
     if run.is_first and done < run.num_steps:
         console.out.print(f"stopped after step {done} of {run.num_steps}, as asked", style="bold")
     if run.is_first:
@@ -139,7 +138,7 @@ def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
         eval_rows=open_rows(eval_folder) if eval_folder.exists() else None,
         sharded=sharded,
         optimizer=optimizer,
-        saver=Saver(plan, mesh, work / MODEL_FILES, partial(_written, plan, folder)),
+        saver=Saver(plan, mesh, folder, work / MODEL_FILES),
         start=start,
         base=_base(plan) if dist.get_rank() == 0 else None,
     )
@@ -169,7 +168,6 @@ def _run_steps(run: Run, requests: Requests) -> tuple[list[StepRecord], float | 
                 is_last = asked.stop or step + 1 == run.num_steps
                 _save(run, step + 1, record.result.loss, is_last=is_last)
                 eval_loss = None if asked.stop else _evaluate(run, step + 1)
-                _drop_others(run.plan, run.folder)
                 requests.saved()
             run.saver.poll()
             if asked.stop:
@@ -194,30 +192,14 @@ def _save(run: Run, step: int, loss: float, *, is_last: bool) -> None:
     """Write a checkpoint: while training goes on, if it does and the plan has room for that."""
     began = time.perf_counter()
     order = row_order(run.plan, run.work / TRAIN_ROWS)
-    path = checkpoint_dir(run.folder, step)
     states = States.of(run.sharded, run.optimizer)
     state = State(step=step, row_order=order, loss=loss, base=run.base)
     behind = run.plan.saves_behind and not is_last
-    (run.saver.save_behind if behind else run.saver.save)(path, states, state)
+    (run.saver.save_behind if behind else run.saver.save)(states, state)
     seconds = time.perf_counter() - began
     if run.is_first:
         how = "copied" if behind else "written"
         console.out.print(f"checkpoint of step {step} {how}, training paused for {seconds:.1f} s")
-
-
-def _written(plan: Plan, folder: Path, state: State, seconds: float) -> None:
-    """A checkpoint is complete that was written while training went on."""
-    if dist.get_rank() == 0:
-        console.out.print(
-            f"checkpoint of step {state.step} written in the background, {seconds:.1f} s"
-        )
-    _drop_others(plan, folder)
-
-
-def _drop_others(plan: Plan, folder: Path) -> None:
-    """Remove the checkpoints that need not stay."""
-    if dist.get_rank() == 0 and plan.train.keep is not None:
-        drop_others(folder, plan.train.keep)
 
 
 def _batches(

@@ -83,6 +83,12 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
     return run_dir / CHECKPOINTS_DIR / f"step-{step:06d}"
 
 
+def checkpoint_step(path: Path) -> int | None:
+    """The step in the name of a checkpoint; None if that is another one's name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory is a checkpoint, complete or not, by its name or what it holds."""
     if _NAME.match(path.name) or _PARTIAL.match(path.name):
