@@ -25,6 +25,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 x fsdp2": {"pp": 2, "fsdp": 2, "zero": 1},
     "v": {"pp": 2, "pipeline_schedule": "zbv"},
     "cp2": {"cp": 2},
+    "dp2": {"dp": 2},
+    "dp2 x tp2": {"dp": 2, "tp": 2},
+    "dp2 x fsdp2": {"dp": 2, "fsdp": 2},
     "ep2": {"fsdp": 2, "ep": 2},
     "ep2 x tp2": {"tp": 2, "ep": 2, "sequence_parallel": True},
 }
@@ -71,7 +74,7 @@ def train_on_rank(
 
 def run(model: Path, layout: str, todo: range, **paths: Path) -> Any:
     axes = LAYOUTS[layout]
-    num_ranks = math.prod(axes.get(axis, 1) for axis in ("pp", "fsdp", "cp", "tp"))
+    num_ranks = math.prod(axes.get(axis, 1) for axis in ("pp", "dp", "fsdp", "cp", "tp"))
     resume, save = paths.get("resume"), paths.get("save")
     names = [None if p is None else str(p) for p in (resume, save)]
     return run_ranks(num_ranks, train_on_rank, str(model), axes, *names, todo)
@@ -117,6 +120,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("pp2 x fsdp2", "tp4"),
         ("v", "fsdp2"),
         ("cp2", "v"),
+        ("dp2", "one"),
+        ("one", "dp2"),
     ],
 )
 def test_resume_on_the_same_or_another_layout(
@@ -136,6 +141,12 @@ def test_resume_on_the_same_or_another_layout(
         ("DS", "ep2", "pp2"),
         ("DS", "ep2 x tp2", "ep2"),
         ("OSS", "fsdp2", "ep2 x tp2"),
+        ("MOE", "ep2", "ep2"),
+        ("MOE", "ep2", "one"),
+        ("LL", "dp2 x tp2", "dp2 x tp2"),
+        ("LL", "tp2", "one"),
+        ("LL", "tp2", "pp2"),
+        ("LL", "fsdp2", "tp2"),
     ],
 )
 def test_resume_of_other_families(tmp_path: Path, name: str, written: str, read: str) -> None:
@@ -177,6 +188,21 @@ def test_a_checkpoint_is_complete_or_not_listed(model: Path, tmp_path: Path) -> 
     assert "state.json" in str(why_incomplete(folder / "step-000002"))
     assert "bytes" in str(why_incomplete(folder / "step-000003"))
     assert "missing" in str(why_incomplete(folder / "step-000004"))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2 x tp2", "dp2 x fsdp2", "tp4", "pp2"])
+def test_every_number_is_written_once(model: Path, tmp_path: Path, layout: str) -> None:
+    """Whoever else holds it: replicas, ranks with the same KV head, both ends of a pipeline."""
+    from shardwise.models.read import read_facts
+    from shardwise.trainer.state import why_incomplete
+    from shardwise.weights.index import open_index
+
+    run(model, layout, range(1), save=tmp_path / "step-000001")
+    assert why_incomplete(tmp_path / "step-000001") is None
+    count = read_facts(model).num_parameters
+    for folder, times in (("model", 1), ("optimizer", 2)):
+        index = open_index(tmp_path / "step-000001" / folder)
+        assert index.num_bytes == 4 * times * count
 
 
 def test_no_pickle_in_a_checkpoint(model: Path, tmp_path: Path) -> None:

@@ -139,8 +139,8 @@ def _check_copies(copies: Copies, *, resume: bool) -> None:
     newest = copies.newest()
     if newest is not None and not resume:
         raise UserError(
-            f"train.copy_to={copies.url} already holds {newest}; continue it with --resume, or give "
-            "another place."
+            f"train.copy_to={copies.url} already holds {newest}; continue it with --resume, or "
+            "give another place."
         )
 
 
