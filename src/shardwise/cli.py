@@ -300,7 +300,7 @@ def train(
 @app.command(epilog=example("shardwise export run --out my-model --dtype bf16 --check"))
 def export(
     source: Annotated[
-        Path, typer.Argument(help="A run, one of its checkpoints, or a model directory.")
+        Path, typer.Argument(help="A run, a checkpoint, a model directory, or a GGUF file.")
     ],
     out: Annotated[Path, typer.Option(help="The Hugging Face directory to write.")],
     dtype: Annotated[
