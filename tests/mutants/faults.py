@@ -9,6 +9,7 @@ from tests.mutants.adapter_faults import ADAPTERS
 from tests.mutants.axis_faults import CONTEXT, KV_HEADS, PIPELINE, REPLICAS, SEQUENCE, SHARDS
 from tests.mutants.expert_faults import EXPERTS, FAMILIES
 from tests.mutants.fault import Fault
+from tests.mutants.file_faults import FILES
 from tests.mutants.model_faults import LOSS, TENSOR, VOCABULARY
 from tests.mutants.packing_faults import PACKING
 from tests.mutants.run_faults import CONTINUED, NORM, ROWS, STEP
@@ -31,4 +32,5 @@ FAULTS: tuple[Fault, ...] = (
     *CONTINUED,
     *REPLICAS,
     *SHARDS,
+    *FILES,
 )

@@ -16,6 +16,7 @@ from shardwise.models.read import read_facts
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 from tests.coded import save_fp8, save_mxfp4
+from tests.e2e.bench import fast_first
 from tests.models import save_model
 from tests.run_ranks import run_ranks
 
@@ -71,7 +72,9 @@ def test_fp8(tmp_path: Path, kind: str) -> None:
     assert_loads_the_same(tmp_path / "c", tmp_path / "p", {"fsdp": 1})
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"fsdp": 2}, {"pp": 2}, {"tp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "layout", fast_first([{"tp": 2}, {"fsdp": 2}, {"pp": 2}, {"tp": 4}], 1), ids=str
+)
 def test_fp8_in_layouts(tmp_path: Path, layout: dict[str, Any]) -> None:
     """Parts that begin within a block."""
     kind = FORMATS["uneven blocks"]
@@ -81,7 +84,7 @@ def test_fp8_in_layouts(tmp_path: Path, layout: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"fsdp": 2, "ep": 2}, {"tp": 2, "sequence_parallel": True}, {"fsdp": 2}],
+    fast_first([{"fsdp": 2, "ep": 2}, {"tp": 2, "sequence_parallel": True}, {"fsdp": 2}], 1),
     ids=str,
 )
 def test_fp8_of_experts(tmp_path: Path, layout: dict[str, Any]) -> None:
@@ -93,7 +96,9 @@ def test_fp8_of_experts(tmp_path: Path, layout: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"fsdp": 1}, {"fsdp": 3}, {"fsdp": 2, "ep": 2}, {"tp": 2, "sequence_parallel": True}],
+    fast_first(
+        [{"fsdp": 2, "ep": 2}, {"fsdp": 1}, {"fsdp": 3}, {"tp": 2, "sequence_parallel": True}], 1
+    ),
     ids=str,
 )
 def test_mxfp4(tmp_path: Path, layout: dict[str, Any]) -> None:

@@ -78,7 +78,8 @@ def _block(
     if given is not None and len(shape) >= 2:
         block = (*((1,) * (len(shape) - 2)), *given)
     else:
-        block = tuple(-(-size // count) for size, count in zip(shape, scales, strict=True))
+        # of a shape that they do not divide, nothing says how large the blocks are
+        block = tuple(size // count for size, count in zip(shape, scales, strict=True))
     fits = all(
         -(-size // width) == count for size, width, count in zip(shape, block, scales, strict=True)
     )
