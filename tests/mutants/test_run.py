@@ -22,7 +22,10 @@ def fault(new: str, old: str = OLD, file: str = "trainer/optim.py", proof: str =
         (f"    step += 1\n{OLD}", "caught", "assert 0.9"),
         (f"    step += 0\n{OLD}", "SURVIVED", PROOF),
         (f"    step += missing\n{OLD}", "broken", "call: NameError: name 'missing'"),
-        (f"    import time; time.sleep(60)\n{OLD}", "broken", "stopped after 30 s"),
+        pytest.param(
+            *(f"    import time; time.sleep(60)\n{OLD}", "broken", "stopped after 30 s"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["other number", "same number", "crash", "hang"],
 )

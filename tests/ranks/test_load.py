@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.bench import fast_first
 from tests.models import save_model
 from tests.run_ranks import run_ranks
 
@@ -75,6 +76,48 @@ def test_each_rank_reads_its_own_slices_only(
         assert total == everything  # nothing is held twice
 
 
+def read_on_rank(rank: int, model_dir: str, layout: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that this rank read and holds."""
+    import torch
+
+    from shardwise.config import Layout, Plan
+    from shardwise.parallel.grads import local_part
+    from shardwise.parallel.mesh import build_mesh
+    from shardwise.weights.load import load_model
+    from shardwise.weights.progress import Loading
+
+    plan = Plan(model=model_dir, task="full", layout=Layout(**layout))
+    mesh = build_mesh(plan.layout, "cpu")
+    with Loading(mesh) as loading:
+        sharded = load_model(plan, mesh, torch.float32, loading=loading)
+    return loading.num_bytes, sum(local_part(p).nbytes for _, p in sharded.stored_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    fast_first(
+        [
+            ("LL", {"pp": 2, "tp": 2}),
+            ("LL", {"tp": 4}),  # of two KV heads
+            ("LL321T", {"pp": 2}),
+            ("LL", {"dp": 2, "fsdp": 2}),
+            ("MOE", {"fsdp": 2, "ep": 2}),
+            ("MOE", {"tp": 2, "ep": 2, "sequence_parallel": True}),
+            ("DS", {"pp": 2}),
+            ("PHI", {"tp": 2}),
+        ],
+        1,
+    ),
+    ids=str,
+)
+def test_each_rank_reads_what_it_holds(tmp_path: Path, name: str, layout: dict[str, Any]) -> None:
+    """Not a byte more, of stages, experts, copies of KV heads and parts of fused matrices too."""
+    model = save_model(name, tmp_path / name)
+    sizes = [size for axis, size in layout.items() if axis not in ("ep", "sequence_parallel")]
+    for read, held in run_ranks(math.prod(sizes), read_on_rank, str(model), layout):
+        assert 0 < read == held
+
+
 def test_fp16_and_bf16_files_are_widened(tmp_path: Path) -> None:
     """Master weights are fp32 whatever the files hold."""
     import torch
@@ -90,6 +133,12 @@ def test_fp16_and_bf16_files_are_widened(tmp_path: Path) -> None:
         assert bool((full[name] == param.float()).all())
 
 
+def status(key: str) -> int:
+    """Bytes that the system notes of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
 def peak_on_rank(
     rank: int, model_dir: str, warm_up: str, layout: dict[str, int]
 ) -> tuple[int, int]:
@@ -100,10 +149,6 @@ def peak_on_rank(
     from shardwise.parallel.grads import local_part
     from shardwise.parallel.mesh import build_mesh
     from shardwise.weights.load import load_model
-
-    def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
     plan = Plan(model=model_dir, task="full", layout=Layout(**layout))
     mesh = build_mesh(plan.layout, "cpu")
@@ -142,14 +187,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        ("dense", {"fsdp": 1}),
-        ("dense", {"fsdp": 2}),
-        ("dense", {"tp": 2}),
-        ("dense", {"pp": 2}),
-        ("fp8", {"tp": 2}),
-        ("experts", {"fsdp": 2, "ep": 2}),
-    ],
+    fast_first(
+        [
+            ("fp8", {"tp": 2}),
+            ("dense", {"fsdp": 1}),
+            ("dense", {"fsdp": 2}),
+            ("dense", {"tp": 2}),
+            ("dense", {"pp": 2}),
+            ("experts", {"fsdp": 2, "ep": 2}),
+        ]
+    ),
     ids=str,
 )
 def test_a_process_holds_its_shard_and_a_tenth_more(
@@ -159,3 +206,33 @@ def test_a_process_holds_its_shard_and_a_tenth_more(
     for held, grown in run_ranks(num_ranks, peak_on_rank, *map(str, large[name]), layout):
         assert held > 100e6
         assert grown < 1.10 * held
+
+
+def peak_of_export(rank: int, warm_up: str, model_dir: str, target: str) -> int:
+    """By how much memory grew at most while a model was exported."""
+    import torch
+
+    from shardwise.models.read import read_facts
+    from shardwise.weights.names import open_model_index
+    from shardwise.weights.save import export_model
+
+    for model in (warm_up, model_dir):
+        facts = read_facts(model)
+        index = open_model_index(model, facts)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        export_model(index, facts, Path(target) / Path(model).name, torch.float32)
+    return status("VmHWM") - before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
+def test_an_export_holds_a_tensor_and_not_the_model(
+    large: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    model, small = large["dense"]
+    (tmp_path / "out").mkdir()
+    (grown,) = run_ranks(1, peak_of_export, str(small), str(model), str(tmp_path / "out"))
+    embedding = 4 * 32000 * 1024
+    size = (tmp_path / "out" / "dense" / "model.safetensors").stat().st_size
+    assert grown < 1.1 * embedding < 0.5 * size

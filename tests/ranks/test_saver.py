@@ -124,6 +124,7 @@ def test_a_save_that_fails_behind_ends_the_training(model: Path, tmp_path: Path)
     assert names == ["step-000001"]
 
 
+@pytest.mark.slow
 def test_only_the_newest_stay(model: Path, tmp_path: Path) -> None:
     """None is removed before the one that takes its place is complete."""
     from shardwise.trainer.state import complete_checkpoints

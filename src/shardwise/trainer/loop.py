@@ -167,7 +167,8 @@ def _run_steps(run: Run, requests: Requests) -> tuple[list[StepRecord], float | 
             if _is_save_step(run, step + 1) or asked.save or asked.stop:
                 is_last = asked.stop or step + 1 == run.num_steps
                 _save(run, step + 1, record.result.loss, is_last=is_last)
-                eval_loss = None if asked.stop else _evaluate(run, step + 1)
+                is_cut = asked.stop and step + 1 < run.num_steps
+                eval_loss = None if is_cut else _evaluate(run, step + 1)
                 requests.saved()
             run.saver.poll()
             if asked.stop:

@@ -86,7 +86,9 @@ class Piece:
         return self.shape[self.num_added :]
 
     def moved(self, rows: int) -> Piece:
-        """The same piece so many rows further on."""
+        """The same piece so many rows further on; one that has no rows stays."""
+        if not self.offset:
+            return self
         first, *others = self.offset
         return replace(self, offset=(first + rows, *others))
 
@@ -114,7 +116,7 @@ class WeightIndex:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the full tensor."""
         ends = ([o + n for o, n in zip(p.offset, p.shape, strict=True)] for p in self.pieces[name])
-        return tuple(max(end) for end in zip(*ends, strict=True))
+        return tuple(max(end) for end in zip(*ends, strict=False))
 
     @property
     def num_bytes(self) -> int:

@@ -17,7 +17,7 @@ class Loading:
     """Counts the bytes that this rank reads; the first rank shows its own on a bar."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._num_bytes, self._began = mesh, 0, time.perf_counter()
+        self._mesh, self.num_bytes, self._began = mesh, 0, time.perf_counter()
         self._bar = Progress(
             TextColumn("loading"),
             BarColumn(bar_width=20),
@@ -47,12 +47,12 @@ class Loading:
 
     def read(self, num_bytes: int) -> None:
         """It has read so many."""
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         self._bar.update(self._task, advance=num_bytes)
 
     def summary(self) -> str:
         """Bytes of all ranks, seconds, and bytes a second; every rank must ask for it."""
-        total = torch.tensor(self._num_bytes, dtype=torch.int64, device=self._mesh.device)
+        total = torch.tensor(self.num_bytes, dtype=torch.int64, device=self._mesh.device)
         dist.all_reduce(total)
         seconds = time.perf_counter() - self._began
         gb = int(total) / 1e9
