@@ -235,4 +235,4 @@ def test_an_export_holds_a_tensor_and_not_the_model(
     (grown,) = run_ranks(1, peak_of_export, str(small), str(model), str(tmp_path / "out"))
     embedding = 4 * 32000 * 1024
     size = (tmp_path / "out" / "dense" / "model.safetensors").stat().st_size
-    assert grown < 1.1 * embedding < 0.5 * size
+    assert grown < 1.25 * embedding < 0.5 * size
