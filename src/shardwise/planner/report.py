@@ -328,13 +328,8 @@ def _memory_table(answer: Answer) -> RenderableType:
     lines: list[RenderableType] = [Padding(table, (0, 0, 1, 2))]
     host = host_bytes_for_saves(chosen.plan, chosen.facts) if chosen is not None else 0
     if host:
-        lines.append(
-            Padding(
-                f"and {gib(host)} of host memory a process, for the copy that checkpoints are "
-                "written from",
-                (0, 0, 1, 2),
-            )
-        )
+        text = f"and {gib(host)} of host memory a process, to write checkpoints from"
+        lines.append(Padding(text, (0, 0, 1, 2)))
     return Group(*lines)
 
 

@@ -299,8 +299,9 @@ def _option(name: str, plan: Plan, facts: ModelFacts, clock: Clock) -> Option:
     capacity = plan.devices.memory_gib
     limit = float("inf") if capacity is None else capacity * GIB
     if memory.saving and memory.total > limit and "async_save" not in plan.train.model_fields_set:
-        plan, name = _train(plan, async_save=False), f"{name}, training waits for saves"
+        plan = _train(plan, async_save=False)
         memory = predict_memory(plan, facts)
+        name = f"{name}, training waits for saves" if memory.total <= limit else name
     weighed = plan.trains and memory.total <= limit
     step = clock.timer.step(plan) if clock.timer is not None and weighed else None
     lines = [timed.line for timed in step.lines] if step is not None else []
