@@ -206,6 +206,21 @@ def test_every_number_is_written_once(model: Path, tmp_path: Path, layout: str) 
         assert index.num_bytes == 4 * times * count
 
 
+def test_moments_of_another_checkpoint_beside_its_own_are_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    from tests.run_ranks import RankFailed
+
+    run(model, "fsdp2", range(1), save=tmp_path / "step-000001")
+    run(model, "one", range(1), save=tmp_path / "other")
+    stray = next((tmp_path / "other" / "optimizer").iterdir())
+    shutil.copyfile(stray, tmp_path / "step-000001" / "optimizer" / "stray.safetensors")
+    with pytest.raises(RankFailed, match="a file of another checkpoint lies beside it"):
+        run(model, "fsdp2", range(1, 2), resume=tmp_path / "step-000001")
+
+
 def test_no_pickle_in_a_checkpoint(model: Path, tmp_path: Path) -> None:
     run(model, "both", range(1), save=tmp_path / "step-000001")
     suffixes = {path.suffix for path in (tmp_path / "step-000001").rglob("*") if path.is_file()}

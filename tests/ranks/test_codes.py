@@ -26,7 +26,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "blocks": {"quantization": FP8, "block": (16, 16)},
     "powers of two": {"quantization": FP8, "block": (16, 16), "dtype": torch.float8_e8m0fnu},
     "bf16 scales": {"quantization": FP8, "block": (16, 16), "dtype": torch.bfloat16},
-    "whole matrices": {"quantization": {"quant_method": "fp8"}, "block": None},
+    "whole matrices": {
+        "quantization": {"quant_method": "fp8", "weight_block_size": None},
+        "block": None,
+    },
     "rows": {
         "quantization": {"quant_method": "fbgemm_fp8"},
         "block": (1, 256),
@@ -167,6 +170,16 @@ def test_scales_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
     assert f"{name}_scale_inv is missing" in text
 
 
+@pytest.mark.parametrize("shape", [(128, 1), (2,), (2, 2), (0, 1)])
+def test_scales_that_say_nothing_of_blocks(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Where the config has none, only a scale a matrix, a row or a column is clear."""
+    kind = FORMATS["whole matrices"]
+    save_fp8(save_model("Q3", tmp_path / "m"), tmp_path / "c", tmp_path / "p", **kind)
+    name = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    text = refusal(tmp_path / "c", lambda tensors: tensors.update({name: torch.ones(shape)}))
+    assert f"{name} {list(shape)}" in text
+
+
 def test_codes_without_scales(tmp_path: Path) -> None:
     save_mxfp4(save_model("OSS64", tmp_path / "m"), tmp_path / "c", tmp_path / "p")
     name = "model.layers.1.mlp.experts.down_proj_scales"
@@ -180,6 +193,15 @@ def test_codes_without_scales(tmp_path: Path) -> None:
         ({"quant_method": "mxfp4"}, "gpt_oss"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors"),
         ({"quant_method": "fp8", "weight_block_size": [0, 16]}, "blocks of [0, 16]"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "a": {"weights": {"num_bits": 8, "type": "float", "symmetric": False}}
+                },
+            },
+            "compressed-tensors of other",
+        ),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "fp4"),
     ],
 )

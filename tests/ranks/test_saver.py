@@ -23,6 +23,7 @@ def train_on_rank(
     import time
 
     from shardwise.config import Layout, Plan, Train
+    from shardwise.errors import UserError
     from shardwise.parallel.mesh import build_mesh
     from shardwise.trainer import loop, saver
 
@@ -50,6 +51,15 @@ def train_on_rank(
         save_checkpoint(*args)
         complete_at.append(steps_done)
 
+    def put(copies: Any, checkpoint: Path, names: Any) -> None:
+        if hook == "slow copy" and rank == 1:
+            time.sleep(3)  # longer than a collective may take
+        if hook == "no copy" and checkpoint.name == "step-000002" and rank == 1:
+            raise UserError("no room there")
+        put_files(copies, checkpoint, names)
+
+    put_files = saver.Copies.put
+    saver.Copies.put = put
     loop.train_step, saver.save_checkpoint = counted, hooked
     train = Train(epochs=2, global_batch=3, micro_batch=1, learning_rate=1e-2, **more)
     plan = Plan(model=model, task="full", layout=Layout(**layout), train=train)
@@ -81,7 +91,8 @@ def content(run_dir: Path) -> dict[str, Any]:
             for key, tensor in load_file(file).items():
                 found[f"{name}: {key}"] = tensor.numpy().tobytes()
         elif file.name == "state.json":
-            found[name] = json.loads(file.read_text()) | {"digests": None, "files": None}
+            found[name] = json.loads(file.read_text())
+            found[name] |= {"digests": None, "files": None, "run": None}
         elif file.is_file() and file.name not in ("plan.yaml", "metrics.jsonl"):
             found[name] = file.read_bytes()
     return found
@@ -125,8 +136,7 @@ def test_a_save_that_fails_behind_ends_the_training(model: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_only_the_newest_stay(model: Path, tmp_path: Path) -> None:
-    """None is removed before the one that takes its place is complete."""
+def test_only_the_newest_and_the_best_stay(model: Path, tmp_path: Path) -> None:
     from shardwise.trainer.state import complete_checkpoints
 
     run(model, tmp_path / "run", {"fsdp": 2}, keep=1)
@@ -135,3 +145,21 @@ def test_only_the_newest_stay(model: Path, tmp_path: Path) -> None:
     losses = [json.loads(line) for line in lines if json.loads(line)["step"] > 0]
     best = min(losses, key=lambda record: record["eval_loss"])["step"]
     assert names == {"step-000006", f"step-{best:06d}"}
+
+
+@pytest.mark.parametrize("hook", ["no copy", "slow copy"])
+def test_a_copy_is_whole_or_none(model: Path, tmp_path: Path, hook: str) -> None:
+    """Also if one rank cannot bring its share there, or takes longer than a collective may."""
+    from shardwise.trainer.copies import Copies
+
+    there = tmp_path / "there"
+    more = {"copy_to": str(there), "save_every": 2}
+    if hook == "slow copy":
+        more["timeout_s"] = 2.0
+    run(model, tmp_path / "run", {"fsdp": 2}, hook, **more)
+    copies = Copies(str(there))
+    whole = [name for name in copies.names() if copies.state(name) is not None]
+    names = ["step-000006", "step-000004", "step-000002"]
+    assert copies.names() == names
+    assert whole == (names if hook == "slow copy" else names[:2])
+    assert (there / "step-000002" / "state.json").exists() is (hook == "slow copy")

@@ -41,12 +41,13 @@ from shardwise.planner.answer import MEMORY_EVIDENCE
 from shardwise.planner.devices import host_gib
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
-from shardwise.planner.memory import predict_memory, stage_bytes
-from shardwise.trainer.copies import Copies, fetch_newest
+from shardwise.planner.memory import host_bytes_for_saves, predict_memory, stage_bytes
+from shardwise.trainer.copies import Copies, prepare_new, prepare_resumed
 from shardwise.weights.index import verify
 from shardwise.weights.names import open_model_index
 
 if TYPE_CHECKING:
+    from shardwise.models.facts import ModelFacts
     from shardwise.trainer.data.chat import Example
 
 _PREFIX = "shardwise-"
@@ -79,6 +80,7 @@ def check_model(plan: Plan) -> Plan:
             f"{capacity:.2f} GiB; run `shardwise plan` for a layout that fits, or set "
             f"devices.memory_gib{saves if memory.saving else ''}."
         )
+    plan = _with_host_memory(plan, facts)
     if plan.trains and facts.adapters is not None:
         plan = plan.model_copy(update={"lora": facts.adapters})
     if plan.predicted is None:
@@ -89,6 +91,19 @@ def check_model(plan: Plan) -> Plan:
         )
         plan = plan.model_copy(update={"predicted": evidence})
     return plan
+
+
+def _with_host_memory(plan: Plan, facts: ModelFacts) -> Plan:
+    """A plan that waits for its saves if this machine has no room for copies of them."""
+    each, has = host_bytes_for_saves(plan, facts) / GIB, host_gib()
+    need = each * int(os.environ.get("LOCAL_WORLD_SIZE", plan.layout.world_size))
+    if need <= has:
+        return plan
+    console.out.print(
+        f"note: training waits for its saves: copies of them would take {need:.2f} GiB of host "
+        f"memory, this machine has {has:.2f} GiB"
+    )
+    return plan.model_copy(update={"train": plan.train.model_copy(update={"async_save": False})})
 
 
 def start_train(
@@ -109,13 +124,15 @@ def start_train(
     with ExitStack() as held:
 
         def prepare() -> Job:
-            if plan.train.copy_to is not None:
-                _check_copies(Copies(plan.train.copy_to), resume=resume)
-            if resume and plan.train.copy_to is not None:
+            copies = None if plan.train.copy_to is None else Copies(plan.train.copy_to)
+            if copies is not None and not resume:
+                prepare_new(copies)
+            if copies is not None and resume:
                 held.enter_context(claimed(run_dir))
-                _fetch(plan.train.copy_to, run_dir)
+                done = prepare_resumed(copies, run_dir)
+                console.out.print(done or f"{copies.url} holds nothing newer than {run_dir}")
             checked = check_model(as_resumed(run_dir, plan) if resume else plan)
-            if not resume or plan.train.copy_to is None:
+            if copies is None or not resume:
                 held.enter_context(claimed(run_dir))
             check_resume(run_dir, resume=resume)
             check_same_task(run_dir, plan)
@@ -131,24 +148,6 @@ def start_train(
             job = prepare()
             _announce(plan, "train")
             run_local(job)
-
-
-def _check_copies(copies: Copies, *, resume: bool) -> None:
-    """Make sure that copies can be written, and that they are not mixed with another run's."""
-    copies.check()
-    newest = copies.newest()
-    if newest is not None and not resume:
-        raise UserError(
-            f"train.copy_to={copies.url} already holds {newest}; continue it with --resume, or "
-            "give another place."
-        )
-
-
-def _fetch(url: str, run_dir: Path) -> None:
-    console.out.print(f"looking for checkpoints in {url} ...")
-    fetched = fetch_newest(url, run_dir)
-    if fetched is not None:
-        console.out.print(f"fetched {fetched.name} from {url}")
 
 
 def start_serve(plan: Plan) -> None:

@@ -10,6 +10,9 @@ FP8_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
 METHODS = (*FP8_METHODS, "mxfp4")
 """values of `quant_method` that are read: of compressed-tensors those of 8-bit floating point"""
 
+_TRANSFORMERS_BLOCK = [128, 128]
+"""of fp8, where a config has no `weight_block_size`; null: a scale is a matrix's"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFormat:
@@ -37,12 +40,12 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | str | None:
     block: Any = None
     if method == "compressed-tensors":
         weights = _weights_of_groups(given)
-        if any((one.get("num_bits"), one.get("type")) != (8, "float") for one in weights):
+        if any(not _is_plain_fp8(one) for one in weights):
             method = "compressed-tensors of other numbers than 8-bit floating point"
         blocks = [one.get("block_structure") for one in weights]
         block = blocks[0] if blocks and all(one == blocks[0] for one in blocks) else None
     elif method == "fp8":
-        block = given.get("weight_block_size")
+        block = given.get("weight_block_size", _TRANSFORMERS_BLOCK)
         if given.get("expert_dtype", "fp8") != "fp8":
             method = f"fp8 with experts in {given['expert_dtype']}"
     if method not in METHODS:
@@ -57,6 +60,12 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat | str | None:
     if not is_pair or any(type(size) is not int or size < 1 for size in block):
         return f"quantization_config has blocks of {block!r}; expected two whole numbers"
     return StoredFormat(method=method, block=(block[0], block[1]))
+
+
+def _is_plain_fp8(weights: Mapping[str, Any]) -> bool:
+    """Whether numbers are code x scale, the code one of 8-bit floating point."""
+    kind = weights.get("num_bits"), weights.get("type")
+    return kind == (8, "float") and weights.get("symmetric", True) is True
 
 
 def _weights_of_groups(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:

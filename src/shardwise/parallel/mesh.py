@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -97,18 +98,19 @@ class Mesh:
                 set_timeout_of_world(group, self.device)
         return self._groups["ends"]
 
-    def host_group(self) -> dist.ProcessGroup:
+    def host_group(self, purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """All ranks, for messages in host memory that cross while others compute.
 
-        Makes the process group at its first call, so every rank must call it.
+        Makes the process group at the first call for a purpose, so every rank must call it.
+
+        Args:
+            timeout: how long a rank waits for another one; None: as long as the whole job's does.
         """
-        if "host" not in self._groups:
-            group = dist.new_group(backend="gloo")
-            self._groups["host"] = group
-            set_timeout_of_world(group, self.device)
-        group = self._groups["host"]
+        group = self._groups.get(purpose)
         if group is None:
-            raise RuntimeError("a rank of the job is not in the group of all ranks")
+            group = self._groups[purpose] = dist.new_group(backend="gloo", timeout=timeout)
+            if timeout is None:
+                set_timeout_of_world(group, self.device)
         return group
 
     @property

@@ -56,6 +56,8 @@ class LayerSizes:
     """of the values those that rest in four bits"""
     unpacked: int
     """values of the largest matrix of these: one is made whole at a time"""
+    largest: int
+    """values of the largest parameter that is trained"""
 
     def num_bytes(self, c: int) -> int:
         """Of one layer, in a compute dtype of c bytes."""
@@ -116,6 +118,15 @@ class RankSizes:
         """What is trained of all."""
         return sum(sizes.count * sizes.trained for sizes in self.layers) + self.trained_outer
 
+    def own_largest(self, layout: Layout) -> int:
+        """What one rank keeps of the largest parameter that is trained, at most."""
+        tables = 0 if self.trains_adapters else max(self.embedding, self.head)
+        shards = layout.num_shards
+        if any(sizes.experts for sizes in self.layers):
+            shards = min(shards, layout.num_expert_shards)
+        largest = max([tables, *(sizes.largest for sizes in self.layers)])
+        return -(-largest // shards)
+
     def own_trained(self, layout: Layout) -> int:
         """What one rank keeps of what is trained."""
         if not self.trains_adapters:
@@ -173,6 +184,7 @@ def _layer_sizes(facts: ModelFacts, layout: Layout, kind: LayerKind, count: int)
         else sum(cut(param.shape, layout.num_shards) for param in params if param.trained),
         packed=sum(param.num_packed for param in params),
         unpacked=max((param.num_packed for param in params), default=0),
+        largest=max((math.prod(param.shape) for param in params if param.trained), default=0),
     )
 
 
@@ -319,7 +331,7 @@ def _training(plan: Plan, facts: ModelFacts, rank: int) -> dict[str, int]:
     states = {
         "weights": trained * FP32 + sizes.own_frozen_bytes(layout, c),
         "optimizer": 2 * trained * FP32,
-        "saving": saving_bytes(plan, trained) if plan.devices.kind == "cpu" else 0,
+        "saving": saving_bytes(plan, sizes) if plan.devices.kind == "cpu" else 0,
     }
     return {**states, **peak, "kv_cache": 0}
 
@@ -330,15 +342,17 @@ def host_bytes_for_saves(plan: Plan, facts: ModelFacts) -> int:
         return 0
     ranks = (stages_of_rank(plan, facts, rank) for rank in worst_ranks(plan, facts))
     sizes = (RankSizes.of(facts, plan.layout, stages) for stages in ranks)
-    return max(saving_bytes(plan, one.own_trained(plan.layout)) for one in sizes)
+    return max(saving_bytes(plan, one) for one in sizes)
 
 
-def saving_bytes(plan: Plan, trained: int) -> int:
+def saving_bytes(plan: Plan, sizes: RankSizes) -> int:
     """Host memory for checkpoints that are written while training goes on: a copy of weights and
-    moments, and a file on its way to the disk."""
+    moments, and a file on its way to the disk, which holds one tensor at least."""
     if not plan.saves_behind:
         return 0
-    return 3 * trained * FP32 + _WRITER_COPIES * min(2 * trained * FP32, CHECKPOINT_FILE_BYTES)
+    trained = sizes.own_trained(plan.layout) * FP32
+    file_bytes = max(CHECKPOINT_FILE_BYTES, sizes.own_largest(plan.layout) * FP32)
+    return 3 * trained + _WRITER_COPIES * min(2 * trained, file_bytes)
 
 
 def _kept(plan: Plan, facts: ModelFacts, kind: LayerKind) -> int:

@@ -5,6 +5,7 @@ A checkpoint (see trainer/state.py) is written under another name and published 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,8 @@ def save_checkpoint(
             fqn_to_index_mapping=_buckets(tensors, group),
             save_distributed=True,
         )
+        if group is not None:  # all is on the host: no stream of the device is waited for
+            writer.per_thread_copy_ahead = 0
         dcp.save(dict(tensors), storage_writer=writer, process_group=group)
     if is_first:
         copy_model_files(model_files, partial / "model")
@@ -160,20 +163,18 @@ def _buckets(
     """Tensor name -> number of the file (from 1) it goes to.
 
     The writer holds a file in memory until it is written, so each rank's part of it is bounded.
-    Computed from the full sizes of what all ranks have, so that they all find the same.
+    Computed from what each rank has, so that they all find the same.
     """
-    here = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    everywhere: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here, group=group)
-    sizes = {name: size for one in everywhere for name, size in one.items()}
-    limit = CHECKPOINT_FILE_BYTES * dist.get_world_size()
+    here = {name: local_part(tensor).nbytes for name, tensor in tensors.items()}
+    ranks: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, here, group=group)
     numbers: dict[str, int] = {}
-    number, size = 1, 0
-    for name, num_bytes in sorted(sizes.items()):
-        if size and size + num_bytes > limit:
-            number, size = number + 1, 0
-        numbers[name] = number
-        size += num_bytes
+    number, held = 1, [0] * len(ranks)
+    for name in sorted({name for one in ranks for name in one}):
+        after = [size + one.get(name, 0) for size, one in zip(held, ranks, strict=True)]
+        if any(held) and max(after) > CHECKPOINT_FILE_BYTES:
+            number, after = number + 1, [one.get(name, 0) for one in ranks]
+        numbers[name], held = number, after
     return numbers
 
 
@@ -188,6 +189,13 @@ def load_optimizer(
     index, facts = open_index(path / "optimizer"), read_facts(path / "model")
     for moment in _MOMENTS:
         index = join_parts(index, facts, prefix=f"{moment}/")
+    for key, pieces in index.pieces.items():
+        stored, whole = (sum(math.prod(p.shape) for p in pieces), math.prod(index.shape(key)))
+        if stored != whole:
+            raise UserError(
+                f"{path}: the pieces of {key} hold {stored} values of {whole}; a file of another "
+                "checkpoint lies beside it."
+            )
     step = read_state(path).step
     for name, param in sharded.stored_names():
         if not param.requires_grad:

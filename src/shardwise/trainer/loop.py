@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,8 @@ class Run:
     saver: Saver
     start: int
     """optimizer steps done before"""
+    name: str | None
+    """what tells the run from others"""
     base: str | None
     """fingerprint of what adapters are trained on"""
 
@@ -140,6 +143,7 @@ def _set_up(plan: Plan, folder: Path, work: Path, mesh: Mesh) -> Run:
         optimizer=optimizer,
         saver=Saver(plan, mesh, folder, work / MODEL_FILES),
         start=start,
+        name=(read_state(checkpoints[-1]).run if checkpoints else None) or uuid4().hex,
         base=_base(plan) if dist.get_rank() == 0 else None,
     )
 
@@ -194,7 +198,7 @@ def _save(run: Run, step: int, loss: float, *, is_last: bool) -> None:
     began = time.perf_counter()
     order = row_order(run.plan, run.work / TRAIN_ROWS)
     states = States.of(run.sharded, run.optimizer)
-    state = State(step=step, row_order=order, loss=loss, base=run.base)
+    state = State(step=step, row_order=order, loss=loss, run=run.name, base=run.base)
     behind = run.plan.saves_behind and not is_last
     (run.saver.save_behind if behind else run.saver.save)(states, state)
     seconds = time.perf_counter() - began

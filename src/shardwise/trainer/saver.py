@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
 from shardwise import console
@@ -35,10 +37,13 @@ class Saver:
         """
         self._plan, self._folder, self._model_files = plan, folder, model_files
         self._copies = None if plan.train.copy_to is None else Copies(plan.train.copy_to)
-        is_behind = plan.saves_behind or self._copies is not None
-        self._group = mesh.host_group() if is_behind else None
+        self._device = mesh.device
+        self._group = mesh.host_group("saves") if plan.saves_behind else None
+        # one rank's share may take much longer than another's
+        self._copying = mesh.host_group("copies", timedelta(days=1)) if self._copies else None
         self._running: _Running | None = None
         self._not_copied: str | None = None
+        self._to_drop: list[str] = []
 
     def __enter__(self) -> Saver:
         return self
@@ -63,14 +68,15 @@ class Saver:
         if self._copies is None:
             self._drop_others()
         else:
-            self._running = _Running(_Task(state=state, copy=partial(self._copy, state)))
+            task = _Task(state=state, copy=partial(self._copy, state))
+            self._running = _Running(task, self._device)
 
     def save_behind(self, states: States, state: State) -> None:
         """Copy what a checkpoint holds and begin to write it, when the one before is complete."""
         self.wait()
         copy = None if self._copies is None else partial(self._copy, state)
         write = self._writer(states.copied(), state, self._group)
-        self._running = _Running(_Task(state=state, write=write, copy=copy))
+        self._running = _Running(_Task(state=state, write=write, copy=copy), self._device)
 
     def poll(self) -> None:
         """Raise what went wrong in the background, or tell what has been done there."""
@@ -124,23 +130,31 @@ class Saver:
 
     def _copy(self, state: State) -> str | None:
         """Copy a complete checkpoint, each rank its share; what went wrong, if anything did."""
-        path = checkpoint_dir(self._folder, state.step)
-        files = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
-        others = [name for name in files if name != STATE_FILE]
-        problem = self._put(path, others[dist.get_rank() :: dist.get_world_size()])
-        last = [STATE_FILE] if dist.get_rank() == 0 and problem is None else []
-        return problem or self._put(path, last)
+        path, copies = checkpoint_dir(self._folder, state.step), self._copies
+        if copies is None:
+            return None
+        names: list[list[str]] = [[]]
+        if dist.get_rank() == 0:  # another rank may not see all files yet
+            found = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
+            names = [[name for name in found if name != STATE_FILE]]
+        dist.broadcast_object_list(names, src=0, group=self._copying)
+        mine = names[0][dist.get_rank() :: dist.get_world_size()]
+        return (
+            self._agreed(lambda: copies.drop(path.name), first=True)
+            or self._agreed(lambda: copies.put(path, mine))
+            or self._agreed(lambda: copies.complete(path), first=True)
+        )
 
-    def _put(self, path: Path, names: list[str]) -> str | None:
-        """Copy some files; the first problem that any rank had."""
+    def _agreed(self, do: Callable[[], None], *, first: bool = False) -> str | None:
+        """Do something on all ranks or on the first; the first problem that any rank had."""
         problem = None
         try:
-            if self._copies is not None:
-                self._copies.put(path, names)
+            if dist.get_rank() == 0 or not first:
+                do()
         except UserError as error:
             problem = str(error)
         problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem, group=self._group)
+        dist.all_gather_object(problems, problem, group=self._copying)
         return next((one for one in problems if one is not None), None)
 
     def _drop_others(self) -> None:
@@ -148,12 +162,15 @@ class Saver:
         keep = self._plan.train.keep
         if dist.get_rank() > 0 or keep is None:
             return
-        for name in drop_others(self._folder, keep):
-            try:
-                if self._copies is not None and self._not_copied is None:
-                    self._copies.drop(name)
-            except UserError as error:
-                console.out.print(f"the copy of {name} was not removed: {error}")
+        self._to_drop += drop_others(self._folder, keep)
+        if self._copies is None or self._not_copied is not None:  # older copies are all there is
+            return
+        try:
+            while self._to_drop:
+                self._copies.drop(self._to_drop[0])
+                del self._to_drop[0]
+        except UserError as error:
+            console.out.print(f"the copy of {self._to_drop[0]} was not removed: {error}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,15 +186,17 @@ class _Task:
 class _Running(threading.Thread):
     """One checkpoint on its way; a process that ends does not wait for it."""
 
-    def __init__(self, task: _Task) -> None:
+    def __init__(self, task: _Task, device: torch.device) -> None:
         super().__init__(daemon=True)
-        self.task, self.seconds = task, 0.0
+        self.task, self.seconds, self._device = task, 0.0, device
         self.error: BaseException | None = None
         self.not_copied: str | None = None
         self.start()
 
     def run(self) -> None:
         """Write, then copy."""
+        if self._device.type != "cpu":  # each thread has a current device of its own
+            torch.get_device_module(self._device.type).set_device(self._device)
         began = time.perf_counter()
         try:
             if self.task.write is not None:

@@ -56,6 +56,9 @@ class State(Config):
     digests: dict[str, str] = Field(
         default={}, description="file -> SHA-256; older checkpoints have none"
     )
+    run: str | None = Field(
+        default=None, description="what tells a run from others; older checkpoints have none"
+    )
     base: str | None = Field(
         default=None, description="fingerprint of the weights that adapters were trained on"
     )
@@ -147,7 +150,16 @@ def read_state(path: Path) -> State:
     """The state of a checkpoint (`UserError` if there is none that can be read)."""
     file = path / STATE_FILE
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = file.read_bytes()
+    except OSError as error:
         raise UserError(f"{path} is no complete checkpoint: {error}.") from None
-    return parse(State, data, source=str(file))
+    return parse_state(content, source=str(file))
+
+
+def parse_state(content: bytes, *, source: str) -> State:
+    """The state in the content of a file (`UserError` if there is none)."""
+    try:
+        data = json.loads(content)
+    except ValueError as error:
+        raise UserError(f"{source} is no state of a checkpoint: {error}.") from None
+    return parse(State, data, source=source)

@@ -68,21 +68,24 @@ def _join_fp8(
 def _block(
     shape: tuple[int, ...], scales: tuple[int, ...], given: tuple[int, int] | None
 ) -> tuple[int, ...] | None:
-    """How many numbers along each dimension share a scale; None: the shapes do not fit."""
-    if math.prod(scales) == 1:
-        return shape
-    if len(scales) == len(shape) - 1:  # a scale a row
-        scales = (*scales, 1)
-    if len(scales) != len(shape):
-        return None
+    """How many numbers along each dimension share a scale; None: the shapes do not fit.
+
+    Where the config gives no blocks, the scales are one of a matrix, or one of each row or column:
+    of any other number nothing says where the first ends.
+    """
     if given is not None and len(shape) >= 2:
         block = (*((1,) * (len(shape) - 2)), *given)
-    else:
-        # of a shape that they do not divide, nothing says how large the blocks are
-        block = tuple(size // count for size, count in zip(shape, scales, strict=True))
-    fits = all(
-        -(-size // width) == count for size, width, count in zip(shape, block, scales, strict=True)
-    )
+        counts = tuple(-(-size // width) for size, width in zip(shape, block, strict=True))
+        is_one = math.prod(counts) == math.prod(scales) == 1
+        return block if scales == counts or is_one else None
+    if math.prod(scales) == 1:
+        return shape
+    if scales == shape[:-1]:
+        scales = (*scales, 1)
+    if len(scales) != len(shape) or len(shape) < 2:
+        return None
+    block = tuple(1 if count == size else size for count, size in zip(scales, shape, strict=True))
+    fits = all(count in (1, size) for count, size in zip(scales, shape, strict=True))
     return block if fits else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ def gguf_package() -> Any:
     except ImportError:
         raise missing_extra("gguf", "gguf", "reading the weights of a GGUF file") from None
     return gguf
+
+
+@cache
+def _can_decode(kind: Any, block_bytes: int) -> bool:
+    """Whether the package makes numbers of a format: it knows the sizes of more."""
+    import numpy
+
+    try:
+        gguf_package().dequantize(numpy.zeros((1, block_bytes), dtype=numpy.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def why_not_read(header: Header) -> str | None:
@@ -114,6 +127,8 @@ def _piece(
         raise UserError(f"{header.path}: {name} has the unknown number format {place.kind}.")
     kind = gguf_package().GGMLQuantizationType(place.kind)
     values, block_bytes = sizes[kind]
+    if not _can_decode(kind, block_bytes):
+        raise UserError(f"{header.path}: {name} is stored as {kind.name}, which is not read.")
     if shape[-1] % values:
         raise UserError(
             f"{header.path}: rows of {name} have {shape[-1]} values, {kind.name} has blocks of "

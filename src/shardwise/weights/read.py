@@ -42,7 +42,9 @@ def read_parts(piece: Piece, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         UserError: the file ends before its header says.
     """
     _announce(piece, box)
-    for part in _parts(box, _CHUNK_VALUES if piece.codec is None else _CODED_VALUES):
+    most = _CHUNK_VALUES if piece.codec is None else _CODED_VALUES
+    dims = (0, 2, 1) if isinstance(piece.codec, Mxfp4) else range(len(box))  # as they lie there
+    for part in _parts(box, most, tuple(dims)):
         if isinstance(piece.codec, Fp8):
             yield part, _fp8(piece, piece.codec, part)
         elif isinstance(piece.codec, Ggml):
@@ -73,17 +75,17 @@ def _place(indices: Sequence[int], shape: Sequence[int]) -> int:
     return place
 
 
-def _parts(box: Box, most: int) -> Iterator[Box]:
-    """A box in parts of at most so many numbers, cut across its first dimensions."""
+def _parts(box: Box, most: int, dims: tuple[int, ...]) -> Iterator[Box]:
+    """A box in parts of at most so many numbers, cut across the first of some dimensions."""
     sizes = [cut.stop - cut.start for cut in box]
-    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
+    dim = next((dim for dim in dims if sizes[dim] > 1), None)
     if dim is None or math.prod(sizes) <= most:
         yield box
         return
-    step = max(1, most // math.prod(sizes[dim + 1 :]))
+    step = max(1, most // (math.prod(sizes) // sizes[dim]))
     for start in range(box[dim].start, box[dim].stop, step):
         cut = slice(start, min(start + step, box[dim].stop))
-        yield from _parts((*box[:dim], cut, *box[dim + 1 :]), most)
+        yield from _parts((*box[:dim], cut, *box[dim + 1 :]), most, dims)
 
 
 def _stored(piece: Piece, box: Box) -> torch.Tensor:

@@ -123,8 +123,9 @@ def _published(target: Path) -> Iterator[Path]:
         yield partial
         partial.rename(target)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot write {target}: {error}.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def copy_model_files(source: Path, target: Path) -> None:
