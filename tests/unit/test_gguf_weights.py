@@ -58,7 +58,11 @@ def write_model(
         block, _ = gguf.GGML_QUANT_SIZES[kind]
         if len(shape) == 1 or shape[-1] % block:
             writer.add_tensor(tensor, values)
-        elif kind in (KINDS.Q4_K, KINDS.Q6_K):  # which the package reads and does not write
+        elif kind in (
+            KINDS.Q4_K,
+            KINDS.Q6_K,
+            KINDS.Q8_1,
+        ):  # which the package reads and does not write
             writer.add_tensor(tensor, _random_blocks(random, shape, kind), raw_dtype=kind)
         else:
             writer.add_tensor(tensor, gguf.quantize(values, kind), raw_dtype=kind)
@@ -200,6 +204,14 @@ def test_what_cannot_be_read_is_said_in_a_line(
         start_export(path, tmp_path / "out", None, check=False)
     assert words in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_number_format_that_is_not_read(tmp_path: Path) -> None:
+    """Of which the package knows the size only; nothing is left behind."""
+    path = write_model(tmp_path / "model.gguf", "LL", KINDS.Q8_1)
+    with pytest.raises(UserError, match="is stored as Q8_1, which is not read"):
+        start_export(path, tmp_path / "out", None, check=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
 
 
 @pytest.mark.parametrize("name", ["OSS", "DS", "GLM4"])
