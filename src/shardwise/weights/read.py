@@ -33,6 +33,9 @@ _TYPES = {
 }
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """what the codes 0 to 7 stand for (E2M1); the next eight are these with a minus"""
+_PAIRS = torch.cartesian_prod(*[torch.tensor([*_FP4, *(-value for value in _FP4)])] * 2).flip(1)
+_PAIRS = _PAIRS.contiguous().view(torch.float64).flatten()  # fetched as one, twice as fast
+"""what a byte stands for, two numbers: its lower half comes first"""
 
 
 def read_parts(piece: Piece, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -150,9 +153,8 @@ def _mxfp4(codec: Mxfp4, box: Box) -> torch.Tensor:
     blocks = slice(inputs.start // MXFP4_BLOCK, -(-inputs.stop // MXFP4_BLOCK))
     codes = _stored(codec.codes, (experts, outputs, blocks, slice(0, MXFP4_BLOCK // 2)))
     powers = _stored(codec.scales, (experts, outputs, blocks)).int() - 127
-    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
-    pairs = torch.stack([table[(codes & 15).int()], table[(codes >> 4).int()]], dim=-1)
-    numbers = torch.ldexp(pairs.flatten(-2), powers.unsqueeze(-1)).flatten(-2)
+    scales = torch.ldexp(torch.ones(powers.shape), powers).unsqueeze(-1)
+    numbers = (_PAIRS[codes.int()].view(torch.float32) * scales).flatten(-2)
     first = inputs.start - blocks.start * MXFP4_BLOCK
     return numbers.narrow(-1, first, inputs.stop - inputs.start).transpose(1, 2)
 
