@@ -116,6 +116,7 @@ def test_another_runs_copies_are_left_alone(case: Case) -> None:
     assert names(case.there) == ["step-000002", "step-000004", "step-000006"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_copies_are_dropped_as_checkpoints_are(tmp_path: Path, ll: Path, rows: Path) -> None:
     case = Case(tmp_path, ll, rows, keep=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.bench import fast_first, long_last
+from tests.e2e.bench import long_last
 from tests.e2e.shell import (
     Done,
     assert_none_left,
@@ -291,7 +291,7 @@ def test_a_rank_that_fails_while_saving(case: Case, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", long_last([0, 1], 1))
 def test_a_rank_that_raises_while_a_checkpoint_is_written(behind: Case, rank: int) -> None:
     """The checkpoint before the step that failed is completed all the same."""
     done = behind.ruin("train_step:raise:3", rank=rank)
@@ -300,7 +300,7 @@ def test_a_rank_that_raises_while_a_checkpoint_is_written(behind: Case, rank: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kill", "raise"])
+@pytest.mark.parametrize("kind", long_last(["raise", "kill"], 1))
 def test_a_rank_that_fails_while_it_writes_behind(behind: Case, kind: str) -> None:
     """The training ends, and goes on after the checkpoint that was complete before."""
     done = behind.ruin(f"save_checkpoint:{kind}:2")
@@ -419,7 +419,8 @@ def _interrupted(case: Case, name: str, env: dict[str, str]) -> Done:
         return finish(process, case.folder, 60, began)
 
 
-@pytest.mark.parametrize("name", fast_first(["SIGTERM", "SIGINT"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", long_last(["SIGTERM", "SIGINT"], 1))
 def test_a_training_that_is_told_to_stop_saves_first(
     tmp_path: Path, ll: Path, rows: Path, name: str
 ) -> None:

@@ -320,6 +320,7 @@ def test_rows_that_do_not_divide_over_the_ranks(tmp_path: Path, ll: Path, rows: 
         assert mine == pytest.approx(reference, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_packed_rows_are_counted_and_their_order_is_kept(
     tmp_path: Path, ll: Path, rows: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_what_is_written_behind_is_what_was_there(
     assert behind.keys() == waits.keys()
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(model: Path, tmp_path: Path) -> None:
     """The first one, of step 2, is not written until the third step has begun. Training that waits
     for it never gets there."""

@@ -38,6 +38,7 @@ def test_the_cheapest_comes_first_and_costs_what_its_plan_says() -> None:
         assert rental.hours * price.usd_per_hour * rental.num_instances == pytest.approx(rental.usd)
 
 
+@pytest.mark.slow
 def test_limits_are_kept() -> None:
     """More instances where one is too slow; none where they cost too much."""
     free = find_gpus("llama-3.1-8b", job=JOB, overrides=SETTINGS)
