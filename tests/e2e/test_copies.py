@@ -103,6 +103,7 @@ def test_only_whole_copies_count(case: Case) -> None:
     assert why_incomplete(other / "checkpoints" / "step-000006") is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_runs_copies_are_left_alone(case: Case) -> None:
     """Also if they are of later steps."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.e2e.bench import fast_first
+from tests.e2e.bench import long_last
 from tests.models import save_model
 from tests.oracle import assert_close
 from tests.ranks.steps import RAGGED, _collect, _micro_batches, random_rows
@@ -191,7 +191,7 @@ def test_a_checkpoint_is_complete_or_not_listed(model: Path, tmp_path: Path) -> 
     assert "missing" in str(why_incomplete(folder / "step-000004"))
 
 
-@pytest.mark.parametrize("layout", fast_first(["dp2 x tp2", "dp2", "dp2 x fsdp2", "tp4", "pp2"], 1))
+@pytest.mark.parametrize("layout", long_last(["dp2 x tp2", "tp4", "dp2", "dp2 x fsdp2", "pp2"], 2))
 def test_every_number_is_written_once(model: Path, tmp_path: Path, layout: str) -> None:
     """Whoever else holds it: replicas, ranks with the same KV head, both ends of a pipeline."""
     from shardwise.models.read import read_facts
