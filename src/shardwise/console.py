@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from types import TracebackType
+from typing import Self
+
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 
 out = Console(highlight=False, markup=False, soft_wrap=True)
+
+
+class Bar:
+    """A progress bar, there for the time of a block; where there is no terminal, none."""
+
+    def __init__(self, *columns: ProgressColumn, enabled: bool, transient: bool = False) -> None:
+        is_shown = enabled and out.is_terminal
+        self.bar = Progress(*columns, console=out, transient=transient, disable=not is_shown)
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bar.stop()
 
 
 def gib(num_bytes: float) -> str:

@@ -140,7 +140,7 @@ class Case:
         assert partial == []
 
 
-def _case(folder: Path, model: Path, rows: Path, layout: dict[str, int], **train: Any) -> Case:
+def make_case(folder: Path, model: Path, rows: Path, layout: dict[str, int], **train: Any) -> Case:
     settings = {**TRAIN, "max_steps": 4, "save_every": 1, "async_save": False, **train}
     return Case(folder, write_plan(folder / "plan.yaml", model, layout, train=settings), rows)
 
@@ -148,13 +148,13 @@ def _case(folder: Path, model: Path, rows: Path, layout: dict[str, int], **train
 @pytest.fixture
 def behind(tmp_path: Path, ll: Path, rows: Path) -> Case:
     """The same, that writes its checkpoints while it goes on."""
-    return _case(tmp_path, ll, rows, {"fsdp": 2}, async_save=True)
+    return make_case(tmp_path, ll, rows, {"fsdp": 2}, async_save=True)
 
 
 @pytest.fixture
 def case(tmp_path: Path, ll: Path, rows: Path) -> Case:
     """A case with fsdp=2."""
-    return _case(tmp_path, ll, rows, {"fsdp": 2})
+    return make_case(tmp_path, ll, rows, {"fsdp": 2})
 
 
 def _assert_names_rank_1(done: Done, *last: str) -> None:
@@ -183,7 +183,7 @@ def test_training_goes_on_after_a_fault(
     tmp_path: Path, ll: Path, rows: Path, layout: dict[str, int]
 ) -> None:
     """`--resume` continues from the step before the one that failed."""
-    case = _case(tmp_path, ll, rows, layout)
+    case = make_case(tmp_path, ll, rows, layout)
     _assert_names_rank_1(case.ruin("train_step:raise:3"), "injected fault 4711")
     case.assert_resumes_after(2)
 
@@ -197,7 +197,7 @@ def test_one_of_four_ranks_fails(
     tmp_path: Path, ll: Path, rows: Path, kind: str, word: str
 ) -> None:
     """Of four ranks the one that failed is named, and all are gone."""
-    case = _case(tmp_path, ll, rows, {"fsdp": 2, "tp": 2})
+    case = make_case(tmp_path, ll, rows, {"fsdp": 2, "tp": 2})
     _assert_names_rank_1(case.ruin(f"train_step:{kind}:3"), word)
     assert listed_checkpoints(case.run) == [1, 2]
 
@@ -327,7 +327,7 @@ def test_resume_leaves_one_record_a_step(case: Case) -> None:
 @pytest.mark.slow
 def test_two_trainings_at_once(tmp_path: Path, ll: Path, rows: Path) -> None:
     """Two runs with the defaults do not get in each other's way."""
-    cases = [_case(tmp_path / name, ll, rows, {"fsdp": 2}, max_steps=2) for name in ("a", "b")]
+    cases = [make_case(tmp_path / name, ll, rows, {"fsdp": 2}, max_steps=2) for name in ("a", "b")]
     began = time.monotonic()
     first, second = (start(case.folder, *case.arguments()) for case in cases)
     with running(first, cases[0].folder), running(second, cases[1].folder):
@@ -338,6 +338,11 @@ def test_two_trainings_at_once(tmp_path: Path, ll: Path, rows: Path) -> None:
     assert_none_left(tmp_path)
 
 
+def listed_checkpoints_now(run: Path) -> int:
+    """How many checkpoints a run that is still going has finished."""
+    return len(list((run / "checkpoints").glob("step-*/state.json")))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starting", "training"])
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
@@ -345,7 +350,7 @@ def test_the_command_is_killed(
     tmp_path: Path, ll: Path, rows: Path, name: str, moment: str
 ) -> None:
     """Its ranks end within ten seconds, and it does not end as if all were well."""
-    case = _case(tmp_path, ll, rows, {"fsdp": 2}, max_steps=100000, epochs=100000)
+    case = make_case(tmp_path, ll, rows, {"fsdp": 2}, max_steps=100000, epochs=100000)
     began = time.monotonic()
     process = start(case.folder, *case.arguments())
     with running(process, case.folder):
@@ -368,114 +373,11 @@ def test_the_command_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_an_interrupted_command_says_so(tmp_path: Path, ll: Path, rows: Path, name: str) -> None:
-    """One line on stderr says that the run was interrupted."""
-    case = _case(tmp_path, ll, rows, {"fsdp": 2})
-    began = time.monotonic()
-    process = start(case.folder, *case.arguments())
-    with running(process, case.folder):
-        wait_for(lambda: len(workers(case.folder)) == 2, START_S, "two ranks")
-        process.send_signal(getattr(signal, name))
-        done = finish(process, case.folder, 40, began)
-    (line,) = done.err.splitlines()
-    assert line.startswith("shardwise: interrupted")
-
-
-def listed_checkpoints_now(run: Path) -> int:
-    """How many checkpoints a run that is still going has finished."""
-    return len(list((run / "checkpoints").glob("step-*/state.json")))
-
-
-@pytest.mark.slow
-def test_a_training_that_is_told_twice_ends_at_once(case: Case) -> None:
-    """A rank stands still, so that the step never ends; `--resume` ends the run with every step
-    once."""
-    process = start(case.folder, *case.arguments(), env=case.fault("train_step:sleep:3"))
-    began = time.monotonic()
-    with running(process, case.folder):
-        wait_for((case.folder / "fault-time").exists, START_S + 20, "step 3")
-        process.terminate()
-        said = "stopping after this step, with a checkpoint; once more stops at once"
-        wait_for(lambda: said in (case.folder / "stdout").read_text(), 10, said)
-        time.sleep(1)
-        assert len(workers(case.folder)) == 2
-        process.terminate()
-        asked = time.monotonic()
-        done = finish(process, case.folder, 40, began)
-        assert time.monotonic() - asked < 10, done.text
-        assert done.code != 0, done.text
-        assert_none_left(case.folder)
-    case.assert_resumes_after(2)
-
-
-def _interrupted(case: Case, name: str, env: dict[str, str]) -> Done:
-    """A training that gets a signal after its first step."""
-    process = start(case.folder, *case.arguments(), env=env)
-    began = time.monotonic()
-    with running(process, case.folder):
-        wait_for((case.run / "metrics.jsonl").exists, START_S + 20, "step 1")
-        process.send_signal(getattr(signal, name))
-        return finish(process, case.folder, 60, began)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", long_last(["SIGTERM", "SIGINT"], 1))
-def test_a_training_that_is_told_to_stop_saves_first(
-    tmp_path: Path, ll: Path, rows: Path, name: str
-) -> None:
-    """After the step that is under way, whenever the plan would save; nothing is trained twice."""
-    case = _case(tmp_path, ll, rows, {"fsdp": 2}, save_every=None, max_steps=6, epochs=2)
-    done = _interrupted(case, name, case.fault("train_step:slow:5"))
-    assert done.code == 130, done.text
-    assert_none_left(case.folder)
-    (step,) = listed_checkpoints(case.run)
-    assert 1 <= step < 6
-    assert f"stopped after step {step} of 6, as asked" in done.out
-    assert done.err == (
-        f"shardwise: interrupted; all ranks have been stopped; step-00000{step} is complete: "
-        "go on with --resume.\n"
-    )
-    before = metrics(case.run)
-    assert [record["step"] for record in before] == list(range(1, step + 1))
-    done = shardwise(case.folder, *case.arguments("--resume"))
-    assert (done.code, done.err) == (0, ""), done.text
-    assert metrics(case.run)[:step] == before
-    assert [record["step"] for record in metrics(case.run)] == [1, 2, 3, 4, 5, 6]
-    assert listed_checkpoints(case.run) == [step, 6]
-
-
-@pytest.mark.slow
-def test_a_training_that_is_told_to_save_goes_on(tmp_path: Path, ll: Path, rows: Path) -> None:
-    """SIGUSR1: one more checkpoint, and the run ends as it would have."""
-    case = _case(tmp_path, ll, rows, {"fsdp": 2}, save_every=None, max_steps=6, epochs=2)
-    done = _interrupted(case, "SIGUSR1", case.fault("train_step:slow:5"))
-    assert (done.code, done.err) == (0, ""), done.text
-    early, last = listed_checkpoints(case.run)
-    assert 1 <= early < last == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_that_comes_while_the_ranks_start(
-    tmp_path: Path, ll: Path, rows: Path, name: str
-) -> None:
-    """SIGUSR1 kills nobody; SIGTERM ends the command with a line."""
-    case = _case(tmp_path, ll, rows, {"fsdp": 2}, save_every=None)
-    process = start(case.folder, *case.arguments())
-    began = time.monotonic()
-    with running(process, case.folder):
-        wait_for(lambda: workers(case.folder), START_S, "a rank")
-        process.send_signal(getattr(signal, name))
-        done = finish(process, case.folder, 60, began)
-    assert_none_left(case.folder)
-    assert done.code == (0 if name == "SIGUSR1" else 130), done.text
-
-
-@pytest.mark.slow
 def test_the_newest_checkpoints_and_the_best_stay(tmp_path: Path, ll: Path, rows: Path) -> None:
     """The best is that of the lowest evaluation loss, with so high a rate not the last one."""
-    case = _case(tmp_path, ll, rows, {"fsdp": 2}, keep=2, max_steps=7, epochs=2, learning_rate=0.05)
+    case = make_case(
+        tmp_path, ll, rows, {"fsdp": 2}, keep=2, max_steps=7, epochs=2, learning_rate=0.05
+    )
     done = shardwise(case.folder, *case.arguments("--eval-data", rows))
     assert (done.code, done.err) == (0, ""), done.text
     lines = (case.run / "evaluations.jsonl").read_text().splitlines()
@@ -490,7 +392,7 @@ def test_the_newest_checkpoints_and_the_best_stay(tmp_path: Path, ll: Path, rows
 @pytest.mark.slow
 def test_a_checkpoint_that_the_disk_has_changed(tmp_path: Path, ll: Path, rows: Path) -> None:
     """One bit of a file of the right size: named, and the checkpoint before it is still there."""
-    case = _case(tmp_path, ll, rows, {"fsdp": 2}, max_steps=2)
+    case = make_case(tmp_path, ll, rows, {"fsdp": 2}, max_steps=2)
     assert shardwise(case.folder, *case.arguments()).code == 0
     checkpoint = case.run / "checkpoints" / "step-000002"
     file = max((checkpoint / "optimizer").iterdir(), key=lambda path: path.stat().st_size)

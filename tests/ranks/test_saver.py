@@ -4,6 +4,7 @@ up."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def train_on_rank(
         nonlocal steps_done
         if steps_done == 2:
             third_begins.set()
+        if hook == "fails while copying" and steps_done == 3:
+            raise ArithmeticError("injected fault 4711")
         result = train_step(*args)
         steps_done += 1
         return result
@@ -52,6 +55,8 @@ def train_on_rank(
         complete_at.append(steps_done)
 
     def put(copies: Any, checkpoint: Path, names: Any) -> None:
+        if hook == "fails while copying":
+            time.sleep(100)
         if hook == "no copy" and checkpoint.name == "step-000002" and rank == 1:
             raise UserError("no room there")
         put_files(copies, checkpoint, names)
@@ -159,3 +164,17 @@ def test_a_copy_is_whole_or_none(model: Path, tmp_path: Path) -> None:
         "step-000004",
     ]
     assert not (there / "step-000002" / "state.json").exists()
+
+
+@pytest.mark.slow
+def test_a_failure_does_not_wait_for_a_copy(model: Path, tmp_path: Path) -> None:
+    """Nor is it taken for that of a rank which did not answer."""
+    from shardwise.trainer.state import complete_checkpoints
+
+    more = {"copy_to": str(tmp_path / "there"), "save_every": 2}
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="injected fault 4711"):
+        run(model, tmp_path / "run", {"fsdp": 2}, "fails while copying", **more)
+    assert time.monotonic() - began < 50
+    names = [path.name for path in complete_checkpoints(tmp_path / "run")]
+    assert names == ["step-000002"]

@@ -185,6 +185,9 @@ def check(file: Path, out: Path) -> None:
     with torch.no_grad():
         assert torch.equal(ours(ids).logits, theirs(ids).logits)
     assert AutoTokenizer.from_pretrained(out).chat_template
+    assert (out / "generation_config.json").exists()
+    (architecture,) = ours.config.architectures  # which other engines ask for
+    assert architecture == type(ours).__name__
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,11 @@ def test_what_is_planned_only_is_not_run(tmp_path: Path, model: Path) -> None:
     """By name, by a plan's id, and from a directory."""
     with pytest.raises(UserError, match=r"'gemma-2-2b' and does not run it.*gemma2 yet"):
         local_model("gemma-2-2b")
-    with pytest.raises(UserError, match="does not run it: its files are FP8"):
-        local_model("deepseek-ai/DeepSeek-V3")
+    with pytest.raises(UserError, match="does not run it: published as kimi_k2 with code"):
+        local_model("moonshotai/Kimi-K2-Instruct")
+    for hub_id in ("deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b"):  # fp8 and MXFP4 are read
+        with pytest.raises(UserError, match=f"hf download {hub_id}"):
+            local_model(hub_id)
     (model / "config.json").write_text(json.dumps(load_models()["gemma-2-2b"].config))
     assert look_up(model).notes == ("planned only: Shardwise does not run gemma2 yet",)
     assert_refused(run("serve", model), "does not run gemma2 yet; it runs", "llama")

@@ -24,6 +24,9 @@ def open_source(path: Path, folder: Path) -> tuple[WeightIndex, ModelFacts]:
     Raises:
         UserError: the file is not whole, is not read, or the package `gguf` is missing.
     """
+    from transformers import GenerationConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     header = read_header(path)
     reason = why_not_read(header)
     if reason is not None:
@@ -33,8 +36,11 @@ def open_source(path: Path, folder: Path) -> tuple[WeightIndex, ModelFacts]:
     index = open_gguf(header, facts, folder)
     config, tokenizer = _parts(path)
     tokenizer.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
     # transformers knows of rotation and special tokens, and not of every size
-    whole = {**config.to_dict(), **config_of_gguf(header)}
+    theirs = {key: value for key, value in config.to_diff_dict().items() if key[0] != "_"}
+    whole = {**theirs, **config_of_gguf(header)}
+    whole["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[whole["model_type"]]]
     (folder / CONFIG_FILE).write_text(json.dumps(whole, indent=2), encoding="utf-8")
     return index, read_facts(folder)
 

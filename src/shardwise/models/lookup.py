@@ -118,7 +118,10 @@ def _in_file(path: Path) -> FoundModel:
     header = read_header(path)
     facts = facts_of_config(config_of_gguf(header), source=str(path), planning=True)
     check_count(header, facts)
-    note = "planned only: from the header of a GGUF file, as if its weights were not quantised"
+    note = (
+        "planned only: from the header of a GGUF file, as if its weights were not quantised; "
+        "`shardwise export` makes a directory of it that can be run"
+    )
     return FoundModel(model=model, facts=facts, notes=(note,))
 
 

@@ -54,12 +54,13 @@ class Saver:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let what is being written be completed, after a failure of the training too."""
+        """Let what is being written be completed, after a failure of the training too: in less time
+        than other ranks wait for this one, so that it is this failure that is told."""
         if value is None:
             self.wait()
             self._drop_others()  # the last one has been evaluated since
         elif self._running is not None:
-            self._running.join()
+            self._running.written.wait(self._plan.train.timeout_s / 2)
 
     def save(self, states: States, state: State) -> None:
         """Write a checkpoint, which is complete then."""
@@ -191,6 +192,8 @@ class _Running(threading.Thread):
         self.task, self.seconds, self._device = task, 0.0, device
         self.error: BaseException | None = None
         self.not_copied: str | None = None
+        self.written = threading.Event()
+        """set too if that failed"""
         self.start()
 
     def run(self) -> None:
@@ -201,8 +204,11 @@ class _Running(threading.Thread):
         try:
             if self.task.write is not None:
                 self.task.write()
+            self.written.set()
             if self.task.copy is not None:
                 self.not_copied = self.task.copy()
         except BaseException as error:
             self.error = error
+        finally:
+            self.written.set()
         self.seconds = time.perf_counter() - began

@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
-from shardwise import console
+from shardwise.console import Bar
 from shardwise.parallel.mesh import Mesh
 
 
-class Loading:
+class Loading(Bar):
     """Counts the bytes that this rank reads; the first rank shows its own on a bar."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self.num_bytes, self._began = mesh, 0, time.perf_counter()
-        self._bar = Progress(
-            TextColumn("loading"),
-            BarColumn(bar_width=20),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            console=console.out,
+        """Nothing has been read yet, nor is anything expected."""
+        super().__init__(
+            *(TextColumn("loading"), BarColumn(bar_width=20)),
+            *(DownloadColumn(), TransferSpeedColumn()),
+            enabled=dist.get_rank() == 0,
             transient=True,
-            disable=dist.get_rank() > 0 or not console.out.is_terminal,
         )
-        self._task = self._bar.add_task("load", total=0)
-
-    def __enter__(self) -> Loading:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
+        self._mesh, self.num_bytes, self._began = mesh, 0, time.perf_counter()
+        self._task = self.bar.add_task("load", total=0)
 
     def expect(self, num_bytes: int) -> None:
         """This rank will read so many bytes, besides those that are expected already."""
-        self._bar.update(self._task, total=(self._bar.tasks[0].total or 0) + num_bytes)
+        self.bar.update(self._task, total=(self.bar.tasks[0].total or 0) + num_bytes)
 
     def read(self, num_bytes: int) -> None:
         """It has read so many."""
         self.num_bytes += num_bytes
-        self._bar.update(self._task, advance=num_bytes)
+        self.bar.update(self._task, advance=num_bytes)
 
     def summary(self) -> str:
         """Bytes of all ranks, seconds, and bytes a second; every rank must ask for it."""

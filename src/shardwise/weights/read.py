@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 
 import torch
@@ -51,7 +50,7 @@ def read_parts(piece: Piece, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
         if isinstance(piece.codec, Fp8):
             yield part, _fp8(piece, piece.codec, part)
         elif isinstance(piece.codec, Ggml):
-            yield part, _ggml(piece, piece.codec, part)
+            yield part, _ggml(piece.dtype, piece.codec, part)
         elif isinstance(piece.codec, Mxfp4):
             yield part, _mxfp4(piece.codec, part)
         else:
@@ -159,21 +158,22 @@ def _mxfp4(codec: Mxfp4, box: Box) -> torch.Tensor:
     return numbers.narrow(-1, first, inputs.stop - inputs.start).transpose(1, 2)
 
 
-def _ggml(piece: Piece, codec: Ggml, box: Box) -> torch.Tensor:
-    """Of whole rows, and of heads whose halves are interleaved whole heads, since they are made
-    together."""
+def _ggml(kind: str, codec: Ggml, box: Box) -> torch.Tensor:
+    """Of heads whose halves are interleaved, whole heads are read: their rows are made together."""
+    if codec.head_dim is None:
+        return _ggml_rows(kind, codec.rows, box) - codec.less
+    (cut, *inner), size = box, codec.head_dim  # [heads x head_dim, inputs], or a bias without these
+    heads = slice(cut.start // size * size, -(-cut.stop // size) * size)
+    mixed = _ggml_rows(kind, codec.rows, (heads, *inner))
+    apart = mixed.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).reshape(mixed.shape)
+    return apart[cut.start - heads.start :][: cut.stop - cut.start]
+
+
+def _ggml_rows(kind: str, rows: Piece, box: Box) -> torch.Tensor:
+    """Of rows of blocks, whole rows are read."""
     import gguf
 
     *outer, columns = box
-    rows = codec.rows
-    if codec.head_dim is not None:  # [heads x head_dim, inputs], or a bias [heads x head_dim]
-        (cut, *inner), size = box, codec.head_dim
-        heads = slice(cut.start // size * size, -(-cut.stop // size) * size)
-        whole = replace(piece, codec=replace(codec, head_dim=None))
-        mixed = _ggml(whole, whole.codec, (heads, *inner))  # type: ignore[arg-type]
-        apart = mixed.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).reshape(mixed.shape)
-        return apart[cut.start - heads.start :][: cut.stop - cut.start]
     stored = _stored(rows, (*outer, slice(0, rows.shape[-1])))
-    kind = gguf.GGMLQuantizationType[piece.dtype]
-    numbers = torch.from_numpy(gguf.dequantize(stored.numpy(), kind)).float()
-    return numbers[..., columns] - codec.less
+    numbers = gguf.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(numbers).float()[..., columns]
