@@ -23,7 +23,7 @@ unit: install
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not long"
 
 test-all: install
-	$(BIN)/python -m pytest -m "slow and not long"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not long"
 	$(MAKE) quickstart
 
 test-long: install

@@ -98,11 +98,12 @@ SCHEDULES = ["gpipe", "interleaved", "zbv", "dualpipev"]
 FAMILY_MODELS = ["LL", "MI_SW", "Q2_SW", "Q3", "G3", "PHI"]
 """one of each family, for the pairs"""
 
-EXPERT_MODELS = ["MIX", "MOE", "MOE0", "MOED", "MOE4", "OSS", "OSSB", "DS", "DSQ"]
+EXPERT_MODELS = ["MIX", "MOE", "MOE0", "MOED", "MOE4", "OSS", "OSS64", "OSSB", "DS", "DSQ"]
 FEW: dict[str, list[str]] = {
     "MOE0": ["pp", "tp"],
     "MOE4": [],
     "MOED": ["tp", "pp", "ep"],
+    "OSS64": [],
     "OSSB": ["pp", "cp"],
     "DSQ": ["tp", "pp"],
 }
