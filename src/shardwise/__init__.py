@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.config import Devices, Layout, Plan, Precision, Serve, Train
     from shardwise.errors import RunFailed, ShardwiseError, UserError
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 _HOME = {
     **dict.fromkeys(("load", "plan", "serve", "train"), "shardwise.api"),

@@ -267,6 +267,29 @@ class Serve(Config):
         default=None, ge=2, description="prompt + answer in tokens; None: the model's own limit"
     )
     max_queue: int = Field(default=32, ge=1, description="waiting requests before HTTP 429")
+    max_running: int = Field(
+        default=32, ge=1, description="requests that are answered at a time, if the cache has room"
+    )
+    max_batch_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="tokens of a pass, of all requests together; of longer prompts a part a pass",
+    )
+    kv_tokens: int | None = Field(
+        default=None,
+        ge=16,
+        description="tokens whose keys and values are kept, of all requests together; None: as "
+        "memory allows, at most max_running x context",
+    )
+    prefix_cache: bool = Field(
+        default=True, description="keep them for prompts that begin alike, while there is room"
+    )
+    max_body_mib: float = Field(
+        default=4.0, gt=0, description="largest body of a call in MiB; HTTP 413 beyond"
+    )
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, description="seconds for a whole answer; None: as long as it takes"
+    )
     weights: Literal["bf16", "fp8", "int8", "int4", "fp4", "mxfp4"] | None = Field(
         default=None,
         description="format of the weights; None: the compute dtype, the only one that is run",

@@ -127,15 +127,21 @@ def _is_free(port: int) -> bool:
     return False
 
 
-def _serve(folder: Path, model: Path, layout: list[str]) -> Server:
+def start_server(
+    folder: Path, model: Path, layout: list[str], *settings: str, **env: str
+) -> Server:
+    """Start a server on a free port."""
     port = _free_port()
     options = ["--layout", *layout] if layout else []
-    setting = f"serve.context={CONTEXT}"
-    process = start(folder, "serve", model, *options, "--port", str(port), "--set", setting)
+    for setting in settings or [f"serve.context={CONTEXT}"]:
+        options += ["--set", setting]
+    process = start(folder, "serve", model, *options, "--port", str(port), env=env)
     return Server(folder, model, port, process)
 
 
-def _wait_until_healthy(server: Server) -> None:
+def wait_until_healthy(server: Server) -> None:
+    """Until it can be asked; an error if it has ended."""
+
     def healthy() -> bool:
         if server.process.poll() is not None:
             raise AssertionError((server.folder / "stderr").read_text())
@@ -158,9 +164,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory, ll: Path, odd: Path) -> Iter
         @cache
         def serve_once(name: str) -> Server:
             model, layout = LAYOUTS[name]
-            server = _serve(tmp_path_factory.mktemp(name), models[model], layout)
+            server = start_server(tmp_path_factory.mktemp(name), models[model], layout)
             stack.enter_context(running(server.process, server.folder))
-            _wait_until_healthy(server)
+            wait_until_healthy(server)
             return server
 
         yield serve_once
@@ -169,9 +175,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory, ll: Path, odd: Path) -> Iter
 @pytest.fixture
 def own(tmp_path: Path, ll: Path) -> Iterator[Server]:
     """A server over two ranks that a test may end."""
-    server = _serve(tmp_path, ll, ["tp=2"])
+    server = start_server(tmp_path, ll, ["tp=2"])
     with running(server.process, tmp_path):
-        _wait_until_healthy(server)
+        wait_until_healthy(server)
         yield server
 
 
@@ -225,7 +231,9 @@ def test_answers_equal_plain_transformers(serve: ServeOnce, name: str, prompt: s
     assert "".join(pieces) == text
     reasons = [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason]
     assert reasons == [whole.choices[0].finish_reason]
-    assert [chunk.usage for chunk in chunks if chunk.usage] == [whole.usage]
+    (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, num_answer)
+    assert usage.prompt_tokens_details.cached_tokens == (num_prompt - 1) // 16 * 16
 
 
 def test_the_references_differ(ll: Path) -> None:
@@ -288,7 +296,9 @@ def _malformed(server: Server) -> dict[str, bytes | dict[str, Any]]:
         "max_tokens 0": body(max_tokens=0),
         "max_tokens -1": body(max_tokens=-1),
         "max_tokens 1.5": body(max_tokens=1.5),
-        "n 2": body(n=2),
+        "n 0": body(n=0),
+        "n a million": body(n=10**6),
+        "n true": body(n=True),
         "seed huge": body(temperature=1, seed=2**80),
         "no messages": body(messages=[]),
         "messages null": body(messages=None),
@@ -318,7 +328,22 @@ def _malformed(server: Server) -> dict[str, bytes | dict[str, Any]]:
         "stream text": body(stream="sometimes"),
         "streamed prompt too long": body("y" * CONTEXT, stream=True),
         "tools": body(tools=[{"type": "function", "function": {"name": "f"}}]),
-        "logprobs": body(logprobs=True),
+        "logprobs number": body(logprobs=3),
+        "top_logprobs alone": body(top_logprobs=3),
+        "top_logprobs 21": body(logprobs=True, top_logprobs=21),
+        "logit_bias of a word": body(logit_bias={"AI": -100}),
+        "logit_bias outside": body(logit_bias={"100000": 1}),
+        "logit_bias too large": body(logit_bias={"5": 101}),
+        "logit_bias NaN": json.dumps(body(logit_bias={"5": float("nan")})).encode(),
+        "presence_penalty 3": body(presence_penalty=3),
+        "top_k -2": body(top_k=-2),
+        "min_p 2": body(min_p=2),
+        "repetition_penalty 0": body(repetition_penalty=0),
+        "five stops": body(stop=list("abcde")),
+        "empty stop": body(stop=""),
+        "stop token outside": body(stop_token_ids=[-1]),
+        "response_format": body(response_format={"type": "json_object"}),
+        "20 MB": body("x" * 20_000_000),
     }
 
 

@@ -39,6 +39,7 @@ from shardwise.models.lookup import local_model
 from shardwise.models.read import base_of, directory_with, facts_of_plan, read_facts
 from shardwise.planner.answer import MEMORY_EVIDENCE
 from shardwise.planner.devices import host_gib
+from shardwise.planner.kv_room import with_kv_room
 from shardwise.planner.layout import check_plan
 from shardwise.planner.machine import Machine, load_machine
 from shardwise.planner.memory import host_bytes_for_saves, predict_memory, stage_bytes
@@ -160,12 +161,14 @@ def start_serve(plan: Plan) -> None:
         )
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
-    except ImportError:
-        raise missing_extra("fastapi", "serve", "serving") from None
+    except ImportError as error:
+        raise missing_extra(error.name or "fastapi", "serve", "serving") from None
     plan = check_model(plan.model_copy(update={"model": local_model(plan.model)}))
     load_tokenizer(plan.model)
     _check_port(plan.serve.host, plan.serve.port)
+    plan = with_kv_room(plan, read_facts(plan.model))
     _announce(plan, "serve")
     with TemporaryDirectory(prefix=_PREFIX) as name:
         folder = Path(name)

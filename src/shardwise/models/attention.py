@@ -70,5 +70,24 @@ def attend(
     return output[:, added:, :, :v_dim], None
 
 
+def causal_mask(
+    before: int, chunk: int, window: int | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """What queries may see of `before` earlier keys and of their own `chunk`: 0, else -inf.
+
+    Returns:
+        [1, 1, chunk, before + chunk] in the dtype of the queries `like` (from a boolean one,
+        attention would make and keep its own in each layer); None where plain causal attention
+        says the same.
+    """
+    if before == 0 and (window is None or window >= chunk):
+        return None
+    steps = torch.arange(before + chunk, device=like.device) - before
+    ahead = steps[None] - torch.arange(chunk, device=like.device)[:, None]  # of a query
+    hidden = (ahead > 0) if window is None else (ahead > 0) | (ahead <= -window)
+    mask = torch.zeros(ahead.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(hidden, float("-inf"))[None, None]
+
+
 AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

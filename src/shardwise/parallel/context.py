@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from shardwise.models.attention import attend
+from shardwise.models.attention import attend, causal_mask
 from shardwise.parallel.mesh import Mesh
 
 ATTENTION, PACKED_ATTENTION = "shardwise_context", "shardwise_packed"
@@ -55,7 +55,7 @@ class Context:
     num_ranks: int
     packed: bool
     """whether sequences hold several rows, and the model is given the positions in them"""
-    _masks: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    _masks: dict[tuple[Any, ...], torch.Tensor | None] = field(default_factory=dict, repr=False)
     _of: torch.Tensor | None = field(default=None, repr=False)
     """the positions of which the pieces are, and the masks"""
     _pieces: list[Piece] = field(default_factory=list, repr=False)
@@ -97,24 +97,12 @@ class Context:
     def mask(
         self, before: int, chunk: int, window: int | None, query: torch.Tensor
     ) -> torch.Tensor | None:
-        """What queries may see of `before` earlier keys and of their own `chunk`: 0, else -inf.
-
-        Returns:
-            [1, 1, chunk, before + chunk] in the dtype of the queries, one tensor for all layers
-            (from a boolean one, attention would make and keep its own in each); None where plain
-            causal attention says the same.
-        """
-        if before == 0 and (window is None or window >= chunk):
-            return None
+        """As `causal_mask`, one tensor for all layers."""
         key = (before, chunk, window, query.dtype)
         if key not in self._masks:
             if len(self._masks) >= _NUM_MASKS and not self.packed:  # of rows of another length
                 self._masks.clear()
-            steps = torch.arange(before + chunk, device=query.device) - before
-            ahead = steps[None] - torch.arange(chunk, device=query.device)[:, None]  # of a query
-            hidden = (ahead > 0) if window is None else (ahead > 0) | (ahead <= -window)
-            mask = torch.zeros(ahead.shape, dtype=query.dtype, device=query.device)
-            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[None, None]
+            self._masks[key] = causal_mask(before, chunk, window, query)
         return self._masks[key]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.catalog import Catalog, load_catalog
@@ -66,3 +67,19 @@ def host_gib() -> float:
         except (OSError, ValueError):  # not there, or "max"
             continue
     return total / GIB
+
+
+def free_gib() -> float:
+    """What of that is not in use now, in GiB; what the system can give up counts as free."""
+    free = host_gib() * GIB
+    with suppress(OSError, KeyError, ValueError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        meminfo = {words[0]: int(words[1]) * 1024 for words in lines}
+        free = min(free, meminfo["MemAvailable:"])
+    with suppress(OSError, KeyError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = {words[0]: int(words[1]) for words in lines}["inactive_file"]
+        free = min(free, limit - int((group / "memory.current").read_text()) + files)
+    return free / GIB

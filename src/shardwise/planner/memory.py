@@ -425,20 +425,33 @@ def _logits(plan: Plan, facts: ModelFacts, tokens: int) -> int:
 
 
 def _serving(plan: Plan, facts: ModelFacts) -> dict[str, int]:
-    """Weights, the cache of one whole context, and one pass over the longest prompt."""
+    """Weights, keys and values of one whole context, and one pass at its end."""
     tp, c = plan.layout.tp, plan.precision.compute_bytes
     sizes = RankSizes.of(facts, plan.layout)
     context = plan.serve.context or facts.max_positions
+    tokens = min(context, plan.serve.max_batch_tokens)
     width = max(facts.intermediate_size, facts.expert_width * facts.experts_per_token)
     layer = (2 * facts.hidden_size + 4 * width // tp + 2 * facts.q_size // tp) * c
-    cached = facts.cache_size if facts.latent else facts.cache_size // min(tp, facts.num_kv_heads)
+    # a sequence in several runs of blocks is copied for attention, a latent one expanded
+    read = facts.cache_size if facts.latent is None else facts.q_size + facts.attention_size
+    masks = tokens * context * c * len({kind.window for kind in facts.layers})
     return {
         "weights": sizes.total_bytes(c),
         "gradients": 0,
         "optimizer": 0,
-        "activations": layer * context + sizes.unpacked * c,
+        "activations": layer * tokens + 2 * read * context * c // tp + masks + sizes.unpacked * c,
         "logits": 2 * facts.vocab_size * FP32,
         "buffers": 0,
         "saving": 0,
-        "kv_cache": facts.num_layers_with_cache * cached * c * context + facts.state_size * FP32,
+        "kv_cache": kv_bytes_per_token(plan, facts) * (plan.serve.kv_tokens or context)
+        + facts.state_size * FP32,
     }
+
+
+def kv_bytes_per_token(plan: Plan, facts: ModelFacts) -> int:
+    """Bytes of a token's keys and values on one rank, of all layers together.
+
+    A KV head that several ranks need is held by each; a latent is held whole by all.
+    """
+    held = 1 if facts.latent else min(plan.layout.tp, facts.num_kv_heads)
+    return facts.num_layers_with_cache * (facts.cache_size // held) * plan.precision.compute_bytes

@@ -5,102 +5,38 @@ What is here works; a field that is not is refused with HTTP 400 by its name, ne
 
 from __future__ import annotations
 
-import asyncio
-import json
+import os
 import signal
-import time
-import uuid
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 from transformers import AutoTokenizer
 
-from shardwise.config import Plan
+from shardwise.config import Plan, Serve
 from shardwise.models.hub import TOKENIZER_FILE, name_of
 from shardwise.models.read import directory_with, read_facts
 from shardwise.server.engine import Engine
-from shardwise.server.messages import Event, Request
+from shardwise.server.guard import Guard
+from shardwise.server.messages import Request
+from shardwise.server.metrics import Metrics
+from shardwise.server.reply import ChatFormat, Failed, Format, Gone, Late, Reply, TextFormat
+from shardwise.server.reply import error_body as body_of_error
+from shardwise.server.schema import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 
+API_KEYS = "SHARDWISE_API_KEY"
+"""environment variable: keys of which calls need one, with commas between them"""
 _DRAIN_S = 25
-_MAX_STOPS = 4
-
-
-class TextPart(BaseModel):
-    """A piece of a turn's content."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(BaseModel):
-    """One turn."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def plain(self) -> dict[str, str]:
-        """As a chat template reads it; templates know the developer as the system."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class StreamOptions(BaseModel):
-    """Extras of a streamed answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    include_usage: bool = False
-
-
-class ChatRequest(BaseModel):
-    """The part of OpenAI's chat request that this server answers."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    model: str
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    # what changes nothing is taken, anything else is refused
-    n: Literal[1] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logprobs: Literal[False] | None = None
-    user: str | None = Field(default=None, description="a label of the client's; not used")
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > _MAX_STOPS or not all(stops):
-            raise ValueError(f"expected at most {_MAX_STOPS} texts, none of them empty")
-        return stop
-
-    @field_validator("presence_penalty", "frequency_penalty", mode="before")
-    @classmethod
-    def _accept_zero(cls, value: Any) -> Any:
-        return 0 if value == 0 and not isinstance(value, bool) else value
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop texts, however they were written."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+_PAGE = Path(__file__).with_name("chat.html")
+_MIB = 2**20
 
 
 def run_api(engine: Engine, plan: Plan, context: int) -> None:
@@ -108,7 +44,8 @@ def run_api(engine: Engine, plan: Plan, context: int) -> None:
     files = directory_with(TOKENIZER_FILE, plan.model)
     tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True)
     limits = Limits(context=context, vocab_size=read_facts(plan.model).vocab_size)
-    app = build_app(engine, tokenizer, name_of(plan.model), limits)
+    keys = [key for key in os.environ.get(API_KEYS, "").split(",") if key]
+    app = build_app(engine, tokenizer, name_of(plan.model), limits, plan.serve, keys)
     config = uvicorn.Config(
         app,
         host=plan.serve.host,
@@ -132,9 +69,219 @@ class Limits:
     vocab_size: int
 
 
-def build_app(engine: Engine, tokenizer: Any, model_name: str, limits: Limits) -> FastAPI:
+def build_app(
+    engine: Engine,
+    tokenizer: Any,
+    model_name: str,
+    limits: Limits,
+    serve: Serve,
+    keys: Sequence[str] = (),
+) -> FastAPI:
     """The application around an engine, whose thread has a tokenizer of its own."""
     app = FastAPI(title="Shardwise", openapi_url="/openapi.json")
+    app.add_middleware(Guard, keys=keys, max_bytes=int(serve.max_body_mib * _MIB))
+    metrics = Metrics(engine)
+    desk = _Desk(engine, tokenizer, limits, serve, metrics)
+    _add_errors(app)
+    _add_state(app, engine, metrics)
+
+    def check_name(name: str | None) -> None:
+        if name not in (None, model_name):
+            raise HTTPException(404, f"model {name!r} is not served here, {model_name!r} is")
+
+    entry = {
+        "id": model_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "shardwise",
+        "max_model_len": limits.context,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_name(name)
+        return entry
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, http: HttpRequest) -> Response:
+        check_name(body.model)
+        prompts = [desk.of_messages(body.messages)]
+        return await desk.answer(body, prompts, ChatFormat, http)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        check_name(body.model)
+        prompts = [desk.of_prompt(prompt) for prompt in body.prompts]
+        return await desk.answer(body, prompts, TextFormat, http)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        check_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise HTTPException(400, "give either prompt or messages")
+        if body.messages is not None:
+            ids = desk.of_messages(body.messages)
+        else:
+            ids = desk.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": limits.context}
+
+    return app
+
+
+class _Desk:
+    """Takes calls: prompts to tokens, one request to the engine for each choice, and the reply."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Any, limits: Limits, serve: Serve, metrics: Metrics
+    ) -> None:
+        self._engine, self._tokenizer, self._limits = engine, tokenizer, limits
+        self._serve, self._metrics = serve, metrics
+
+    def of_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """The tokens of a conversation, up to where the next turn begins."""
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                [message.plain() for message in messages],
+                add_generation_prompt=True,
+                return_dict=True,
+            )
+        except Exception as error:
+            raise HTTPException(400, f"the chat template refused the messages: {error}") from None
+        return self._checked(list(encoded["input_ids"]))
+
+    def of_prompt(self, prompt: str | list[int]) -> list[int]:
+        """The tokens of a text, or the tokens themselves."""
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise HTTPException(400, "prompt: it has no tokens")
+        return self._checked(ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text."""
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        vocab = self._limits.vocab_size
+        if min(ids, default=0) < 0 or max(ids, default=0) >= vocab:
+            raise HTTPException(400, f"a token of the prompt is outside of the model's {vocab}")
+        context = self._limits.context
+        if len(ids) >= context:
+            raise HTTPException(
+                400, f"the prompt has {len(ids)} tokens, the context {context}; shorten it"
+            )
+        return ids
+
+    async def answer(
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        kind: type[Format],
+        http: HttpRequest,
+    ) -> Response:
+        """Ask the engine, and tell the client."""
+        reply = self._submit(body, prompts)
+        num_prompt = sum(map(len, prompts))
+        form = kind(body.model, num_prompt, lambda token: str(self._tokenizer.decode([token])))
+        self._metrics.watch(reply)
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return _AnswerStream(reply, form, with_usage=with_usage)
+        try:
+            async for _ in reply.events(http.is_disconnected):
+                pass
+        except Gone:
+            return _error(499, "the client is gone")
+        except Late:
+            return _error(504, f"no whole answer within {self._serve.request_timeout_s:g} s")
+        except Failed as error:
+            return _error(500, f"the engine has failed: {error}")
+        return JSONResponse(form.whole(reply))
+
+    def _submit(self, body: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> Reply:
+        number = body.n or 1
+        if not prompts or number * len(prompts) > self._serve.max_queue:
+            raise HTTPException(
+                400,
+                f"{number * len(prompts)} answers in one call; the queue takes 1 to "
+                f"{self._serve.max_queue}",
+            )
+        vocab = self._limits.vocab_size
+        outside = [i for i in (*body.biases, *(body.stop_token_ids or ())) if not 0 <= i < vocab]
+        if outside:
+            raise HTTPException(400, f"token {outside[0]} is outside of the model's {vocab}")
+        requests: list[Request] = []
+        reply = Reply(
+            num_choices=number * len(prompts),
+            timeout_s=self._serve.request_timeout_s,
+            cancel=lambda: _cancel(requests),
+        )
+        for prompt in prompts:
+            room = self._limits.context - len(prompt)
+            for choice in range(number):
+                requests.append(
+                    Request(
+                        prompt=prompt,
+                        max_tokens=min(body.most_tokens or room, room),
+                        sampling=body.sampling(choice),
+                        stop=body.stops,
+                        stop_ids=frozenset(body.stop_token_ids or ()),
+                        ignore_eos=body.ignore_eos,
+                        send=reply.sender(len(requests)),
+                    )
+                )
+        for request in requests:
+            if not self._engine.submit(request):
+                reply.cancel()
+                if self._engine.failure is not None:
+                    raise HTTPException(503, f"the engine has failed: {self._engine.failure}")
+                raise HTTPException(429, "the queue is full", headers={"Retry-After": "5"})
+        return reply
+
+
+def _cancel(requests: Sequence[Request]) -> None:
+    for request in requests:
+        request.cancelled.set()
+
+
+class _AnswerStream(StreamingResponse):
+    """Tells the engine when the client is gone, even before the first event."""
+
+    def __init__(self, reply: Reply, form: Format, *, with_usage: bool) -> None:
+        super().__init__(form.stream(reply, with_usage=with_usage), media_type="text/event-stream")
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._reply.cancel()
+
+
+def _add_state(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
+    """What a cluster, a dashboard and a person with a browser ask."""
+
+    @app.get("/health")
+    @app.get("/ready")
+    async def health() -> JSONResponse:
+        if engine.failure is not None:
+            return _error(503, f"the engine has failed: {engine.failure}")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(_PAGE, media_type="text/html")
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Every error as OpenAI's clients read it."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: HttpRequest, error: RequestValidationError) -> JSONResponse:
@@ -147,160 +294,7 @@ def build_app(engine: Engine, tokenizer: Any, model_name: str, limits: Limits) -
     async def refused(_: HttpRequest, error: StarletteHTTPException) -> JSONResponse:
         return _error(error.status_code, str(error.detail), dict(error.headers or {}))
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        if engine.failure is not None:
-            return _error(503, f"the engine has failed: {engine.failure}")
-        return JSONResponse({"status": "ok"})
-
-    entry = {"id": model_name, "object": "model", "created": 0, "owned_by": "shardwise"}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [entry]}
-
-    @app.get("/v1/models/{name}")
-    async def model(name: str) -> dict[str, Any]:
-        if name != model_name:
-            raise HTTPException(404, f"model {name!r} is not served here, {model_name!r} is")
-        return entry
-
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat(body: ChatRequest, http: HttpRequest) -> StreamingResponse | JSONResponse:
-        if body.model != model_name:
-            raise HTTPException(404, f"model {body.model!r} is not served here, {model_name!r} is")
-        answer = _Answer(body, _prompt(tokenizer, body, limits), limits.context)
-        if not engine.submit(answer.request):
-            if engine.failure is not None:
-                raise HTTPException(503, f"the engine has failed: {engine.failure}")
-            raise HTTPException(429, "the queue is full", headers={"Retry-After": "5"})
-        if body.stream:
-            return _AnswerStream(answer)
-        return await answer.whole(http)
-
-    return app
-
-
-def _prompt(tokenizer: Any, body: ChatRequest, limits: Limits) -> list[int]:
-    messages = [message.plain() for message in body.messages]
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
-        )
-    except Exception as error:
-        raise HTTPException(400, f"the chat template refused the messages: {error}") from None
-    ids = list(encoded["input_ids"])
-    if max(ids, default=0) >= limits.vocab_size:
-        raise HTTPException(
-            400, f"a token of the prompt is outside of the model's {limits.vocab_size}"
-        )
-    return ids
-
-
-class _Answer:
-    """One request on its way: what the client asked, and what the engine sends."""
-
-    def __init__(self, body: ChatRequest, prompt: list[int], context: int) -> None:
-        room = context - len(prompt)
-        if room < 1:
-            raise HTTPException(
-                400, f"the prompt has {len(prompt)} tokens, the context {context}; shorten it"
-            )
-        wanted = body.max_completion_tokens or body.max_tokens or room
-        loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._body, self._num_prompt = body, len(prompt)
-        self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        self.request = Request(
-            prompt=prompt,
-            max_tokens=min(wanted, room),
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            seed=body.seed,
-            stop=body.stops,
-            send=lambda event: loop.call_soon_threadsafe(self._events.put_nowait, event),
-        )
-
-    async def whole(self, http: HttpRequest) -> JSONResponse:
-        """The answer in one piece."""
-        text, event = "", Event()
-        try:
-            while event.finish is None:
-                try:
-                    event = await asyncio.wait_for(self._events.get(), timeout=0.5)
-                    text += event.text
-                except TimeoutError:
-                    if await http.is_disconnected():
-                        return _error(499, "the client is gone")
-        finally:
-            self.request.cancelled.set()
-        if event.finish == "error":
-            return _error(500, f"the engine has failed: {event.error}")
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": event.finish,
-            "logprobs": None,
-        }
-        body = {**self._frame("chat.completion"), "choices": [choice], "usage": self._usage(event)}
-        return JSONResponse(body)
-
-    async def stream(self) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
-        yield self._chunk({"role": "assistant", "content": ""}, None)
-        event = Event()
-        while event.finish is None:
-            event = await self._events.get()
-            if event.finish == "error":
-                yield _sse({"error": {"message": event.error, "type": "server_error"}})
-                return
-            if event.text:
-                yield self._chunk({"content": event.text}, None)
-        yield self._chunk({}, event.finish)
-        if self._body.stream_options and self._body.stream_options.include_usage:
-            frame = self._frame("chat.completion.chunk")
-            yield _sse({**frame, "choices": [], "usage": self._usage(event)})
-        yield "data: [DONE]\n\n"
-
-    def _frame(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._body.model,
-        }
-
-    def _chunk(self, delta: dict[str, str], finish: str | None) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-        return _sse({**self._frame("chat.completion.chunk"), "choices": [choice]})
-
-    def _usage(self, event: Event) -> dict[str, int]:
-        return {
-            "prompt_tokens": self._num_prompt,
-            "completion_tokens": event.num_tokens,
-            "total_tokens": self._num_prompt + event.num_tokens,
-        }
-
-
-class _AnswerStream(StreamingResponse):
-    """Tells the engine when the client is gone, even before the first event."""
-
-    def __init__(self, answer: _Answer) -> None:
-        super().__init__(answer.stream(), media_type="text/event-stream")
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answer.request.cancelled.set()
-
-
-def _sse(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
-
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JSONResponse(body_of_error(message, kind), status_code=status, headers=headers)
