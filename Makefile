@@ -3,6 +3,7 @@
 # make test-all     everything, the slow tests and the quick start too
 # make test-long    more layouts, peaks and faults than fit into an hour
 # make kill-test    kill a training twenty times, at random moments; it must lose nothing
+# make soak         ask a server ten thousand times, in every way; each answer must be right
 # make mutants      put known faults of distributed training into the source; each must be caught
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-all test-long kill-test mutants lint format types unit install clean
+.PHONY: quickstart test test-all test-long kill-test soak mutants lint format types unit install clean
 
 quickstart: install
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/quickstart.sh
@@ -31,6 +32,9 @@ test-long: install
 
 kill-test: install
 	NUM_KILLS=20 $(BIN)/python -m pytest -s tests/e2e/test_kill.py
+
+soak: install
+	NUM_REQUESTS=10000 $(BIN)/python -m pytest -s tests/e2e/test_soak.py
 
 mutants: install
 	$(BIN)/python -m tests.mutants.run

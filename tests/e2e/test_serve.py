@@ -281,7 +281,8 @@ def test_seed(serve: ServeOnce) -> None:
     assert len(others | sampled) > 1
 
 
-def _malformed(server: Server) -> dict[str, bytes | dict[str, Any]]:
+def malformed(server: Server) -> dict[str, bytes | dict[str, Any]]:
+    """Requests of which each must be refused."""
     body = server.body
     user = {"role": "user", "content": "a"}
     return {
@@ -347,7 +348,7 @@ def _malformed(server: Server) -> dict[str, bytes | dict[str, Any]]:
     }
 
 
-MALFORMED = list(_malformed(Server(Path(), Path("LL"), 0, None)))  # type: ignore[arg-type]
+MALFORMED = list(malformed(Server(Path(), Path("LL"), 0, None)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -355,7 +356,7 @@ def test_a_malformed_request(serve: ServeOnce, kind: str) -> None:
     """It is refused with a JSON error, and the next good one gets the same tokens as before."""
     server = serve("LL-1")
     good = server.answer()
-    response = server.post(_malformed(server)[kind])
+    response = server.post(malformed(server)[kind])
     assert 400 <= response.status_code < 500, response.text
     error = response.json()["error"]
     assert isinstance(error["message"], str)
@@ -369,7 +370,7 @@ def test_malformed_requests_of_every_kind_over_ranks(serve: ServeOnce, name: str
     """None of them puts the ranks of a sharded server out of step."""
     server = serve(name)
     good = _reference(server.model, "Hello", 12)[0]
-    for kind, body in _malformed(server).items():
+    for kind, body in malformed(server).items():
         response = server.post(body)
         assert 400 <= response.status_code < 500, f"{kind}: {response.text}"
         assert isinstance(response.json(), dict), kind

@@ -101,10 +101,8 @@ def answer_on_rank(
         sampling = Sampling(temperature=0, logprobs=1)
         request = Request(prompt=prompt, max_tokens=count, sampling=sampling, send=sent.append)
         assert engine.submit(request)
-    engine.start()
-    engine.stop()
-    if engine.failure is not None:
-        raise engine.failure
+    engine.close()
+    engine.run()
     tokens = [[event.token for event in sent if event.token is not None] for sent in events]
     return Outcome(
         answers=[[token.id for token in answer] for answer in tokens],

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from transformers import AutoTokenizer
 
 from shardwise.config import Plan, Serve
+from shardwise.errors import RunFailed
 from shardwise.models.hub import TOKENIZER_FILE, name_of
 from shardwise.models.read import directory_with, read_facts
 from shardwise.server.engine import Engine
@@ -31,6 +34,7 @@ from shardwise.server.metrics import Metrics
 from shardwise.server.reply import ChatFormat, Failed, Format, Gone, Late, Reply, TextFormat
 from shardwise.server.reply import error_body as body_of_error
 from shardwise.server.schema import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from shardwise.signals import handling
 
 API_KEYS = "SHARDWISE_API_KEY"
 """environment variable: keys of which calls need one, with commas between them"""
@@ -39,25 +43,47 @@ _PAGE = Path(__file__).with_name("chat.html")
 _MIB = 2**20
 
 
-def run_api(engine: Engine, plan: Plan, context: int) -> None:
-    """Serve HTTP until SIGTERM or SIGINT; open answers are finished first."""
+@contextmanager
+def api_of(engine: Engine, plan: Plan, context: int) -> Iterator[None]:
+    """Serve HTTP in a thread of its own while the block runs the engine.
+
+    SIGTERM and SIGINT end it: open answers are finished first, then the engine is closed. A second
+    one does not wait for them.
+    """
     files = directory_with(TOKENIZER_FILE, plan.model)
     tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True)
     limits = Limits(context=context, vocab_size=read_facts(plan.model).vocab_size)
     keys = [key for key in os.environ.get(API_KEYS, "").split(",") if key]
-    app = build_app(engine, tokenizer, name_of(plan.model), limits, plan.serve, keys)
     config = uvicorn.Config(
-        app,
+        build_app(engine, tokenizer, name_of(plan.model), limits, plan.serve, keys),
         host=plan.serve.host,
         port=plan.serve.port,
         log_level="error",
         timeout_graceful_shutdown=_DRAIN_S,
     )
     server = uvicorn.Server(config)
-    engine.on_failure = lambda: setattr(server, "should_exit", True)
-    # uvicorn repeats a signal once it has shut down; the other ranks are still to be told
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    server.run()
+
+    def end(*_: object) -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    def run() -> None:
+        try:
+            server.run()
+        finally:
+            engine.close()
+
+    engine.on_failure = end
+    thread = threading.Thread(target=run, name="api")
+    with handling({signal.SIGTERM: end, signal.SIGINT: end}):
+        thread.start()
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            thread.join()
+    if not server.started:
+        raise RunFailed(f"the server could not listen on {plan.serve.host}:{plan.serve.port}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +103,7 @@ def build_app(
     serve: Serve,
     keys: Sequence[str] = (),
 ) -> FastAPI:
-    """The application around an engine, whose thread has a tokenizer of its own."""
+    """The application around an engine, which has a tokenizer of its own."""
     app = FastAPI(title="Shardwise", openapi_url="/openapi.json")
     app.add_middleware(Guard, keys=keys, max_bytes=int(serve.max_body_mib * _MIB))
     metrics = Metrics(engine)

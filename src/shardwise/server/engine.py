@@ -44,7 +44,12 @@ class Load:
 
 
 class Engine:
-    """The first rank's side: a bounded queue of requests and the thread that answers them."""
+    """The first rank's side: a bounded queue of requests, and the loop that answers them.
+
+    The loop runs in the process's first thread, which loaded the model, and not in one of its own:
+    with two teams of threads, libgomp lets those of each sleep after every product, and a token
+    takes a third longer.
+    """
 
     def __init__(
         self,
@@ -56,13 +61,13 @@ class Engine:
         num_blocks: int,
     ) -> None:
         """Args:
-        tokenizer: of the engine's thread alone.
+        tokenizer: of the engine alone.
         end_ids: tokens that end an answer.
         num_blocks: of the cache.
         """
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None
-        """called once, by the engine's thread"""
+        """called once"""
         self._runner, self._tokenizer, self._end_ids = runner, tokenizer, end_ids
         self._blocks = Blocks(num_blocks, remembers=serve.prefix_cache)
         self._scheduler = Scheduler(
@@ -74,11 +79,6 @@ class Engine:
         self._stopping = False
         self._prompt_tokens = self._generated_tokens = 0
         self._lock = threading.Lock()  # between a new request and the end of the engine
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        """Begin to answer."""
-        self._thread.start()
 
     def submit(self, request: Request) -> bool:
         """Queue a request; False if the queue is full or the engine has failed."""
@@ -91,11 +91,30 @@ class Engine:
                 return False
             return True
 
-    def stop(self) -> None:
-        """Answer what is queued, then end all ranks."""
-        if self._thread.is_alive():
-            self._requests.put(None)
-            self._thread.join()
+    def close(self) -> None:
+        """Nothing more will come: answer what is queued, and end. From any thread but the first."""
+        with self._lock:
+            if self.failure is not None:
+                return
+        self._requests.put(None)
+
+    def run(self) -> None:
+        """Answer until `close`; then end all ranks.
+
+        Raises:
+            Exception: what ended it, once all who wait have been told.
+        """
+        try:
+            with torch.inference_mode():
+                while self._take():
+                    self._step()
+            self._runner.stop()
+        except BaseException as error:
+            with self._lock:
+                self.failure = error
+            self._fail_all(error)
+            self.on_failure()
+            raise
 
     @property
     def load(self) -> Load:
@@ -110,18 +129,6 @@ class Engine:
             cached_tokens=scheduler.num_cached,
             generated_tokens=self._generated_tokens,
         )
-
-    def _run(self) -> None:
-        try:
-            with torch.inference_mode():
-                while self._take():
-                    self._step()
-            self._runner.stop()
-        except BaseException as error:
-            with self._lock:
-                self.failure = error
-            self._fail_all(error)
-            self.on_failure()
 
     def _take(self) -> bool:
         """Take new requests, as many as have a chance of room; wait if there is nothing to do.

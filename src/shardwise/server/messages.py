@@ -75,7 +75,7 @@ class Request:
     ignore_eos: bool = False
     """whether the model's own end tokens end nothing"""
     send: Callable[[Event], object]
-    """called by the engine's thread"""
+    """called by the engine, in its thread"""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """set by the API when the client is gone"""
 

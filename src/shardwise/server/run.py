@@ -16,7 +16,7 @@ from shardwise.models.read import directory_with, read_facts
 from shardwise.parallel.data import DTYPES
 from shardwise.parallel.mesh import Mesh
 from shardwise.planner.kv_room import describe_room
-from shardwise.server.api import run_api
+from shardwise.server.api import api_of
 from shardwise.server.blocks import BLOCK_TOKENS
 from shardwise.server.engine import Engine
 from shardwise.server.kvcache import KVCache
@@ -58,13 +58,8 @@ def run_serve(plan: Plan, mesh: Mesh) -> None:
         f"serving {name_of(plan.model)} on http://{plan.serve.host}:{plan.serve.port}/v1 "
         f"({plan.layout}), context {context:,} tokens"
     )
-    engine.start()
-    try:
-        run_api(engine, plan, context)
-    finally:
-        engine.stop()
-    if engine.failure is not None:
-        raise engine.failure
+    with api_of(engine, plan, context):
+        engine.run()
 
 
 def end_ids(model_dir: str, tokenizer: Any) -> frozenset[int]:
