@@ -11,7 +11,7 @@ import yaml
 
 from tests.e2e.bench import Bench
 from tests.e2e.shell import metrics, running, shardwise
-from tests.e2e.test_serve import _serve, _wait_until_healthy
+from tests.e2e.test_serve import start_server, wait_until_healthy
 from tests.models import save_adapters
 
 SETTINGS = [
@@ -62,9 +62,9 @@ def test_from_plan_to_answers(tmp_path: Path, ll: Path, rows: Path) -> None:
 
 def answer(folder: Path, model: Path, layout: list[str]) -> str:
     folder.mkdir()
-    server = _serve(folder, model, layout)
+    server = start_server(folder, model, layout)
     with running(server.process, folder):
-        _wait_until_healthy(server)
+        wait_until_healthy(server)
         return server.answer(max_tokens=12, temperature=0)
 
 

@@ -265,7 +265,7 @@ CONTEXT = (
     Fault(
         name="sliding-window-one-key-too-wide",
         history="huggingface/transformers#39408",
-        file="parallel/context.py",
+        file="models/attention.py",
         old="ahead <= -window",
         new="ahead < -window",
         proof=_CONTEXT,

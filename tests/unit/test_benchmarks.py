@@ -185,7 +185,9 @@ def test_our_allocator_settings_are_those_of_the_launcher(monkeypatch: pytest.Mo
 
     for name in ALLOCATORS["ours"]:
         monkeypatch.delenv(name, raising=False)
-    group: Any = SimpleNamespace(job=SimpleNamespace(num_processes=NUM_RANKS), folder=Path("x"))
+    group: Any = SimpleNamespace(
+        job=SimpleNamespace(num_processes=NUM_RANKS, kind="train"), folder=Path("x")
+    )
     launcher = local._environment(group, 0)
     assert ALLOCATORS["ours"] == {name: launcher[name] for name in ALLOCATORS["ours"]}
 

@@ -8,6 +8,9 @@ from shardwise.models.facts import ModelFacts
 from shardwise.planner.devices import free_gib
 from shardwise.planner.memory import kv_bytes_per_token, predict_memory
 
+KV_BLOCK_TOKENS = 16
+"""tokens of a block of the cache"""
+
 
 def with_kv_room(plan: Plan, facts: ModelFacts) -> Plan:
     """A plan to serve whose `serve.context` and `serve.kv_tokens` are numbers.
@@ -20,6 +23,7 @@ def with_kv_room(plan: Plan, facts: ModelFacts) -> Plan:
     """
     serve = plan.serve
     asked = serve.context or facts.max_positions
+    whole = -(-asked // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
     room = serve.kv_tokens
     if room is None:
         gib = plan.devices.memory_gib
@@ -27,17 +31,25 @@ def with_kv_room(plan: Plan, facts: ModelFacts) -> Plan:
             gib = free_gib() / plan.layout.world_size
         planned = predict_memory(plan, facts)
         left = gib * GIB - (planned.total - planned.kv_cache)
-        most = serve.max_running * asked
-        room = max(0, min(most, int(left / kv_bytes_per_token(plan, facts))))
-        least = asked if serve.context is not None else min(asked, 16)
-        if room < least:
+        room = max(0, min(serve.max_running * whole, int(left / kv_bytes_per_token(plan, facts))))
+        if room < (whole if serve.context is not None else KV_BLOCK_TOKENS):
             raise UserError(
                 f"serve.context={asked} needs {planned.total / GIB:.2f} GiB a process, of "
                 f"{gib:.2f} GiB; " + _what_works(room)
             )
-    context = min(asked, room)
-    settings = serve.model_copy(update={"context": context, "kv_tokens": room})
+    elif serve.context is not None and room < whole:
+        raise UserError(
+            f"serve.kv_tokens={room} has no room for one request of serve.context={asked} tokens; "
+            f"set serve.kv_tokens={whole} or more, or serve.context={_blocks(room)}."
+        )
+    room = _blocks(room)
+    settings = serve.model_copy(update={"context": min(asked, room), "kv_tokens": room})
     return plan.model_copy(update={"serve": settings})
+
+
+def _blocks(tokens: int) -> int:
+    """As many tokens as fill whole blocks."""
+    return tokens // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
 
 
 def describe_room(plan: Plan, facts: ModelFacts) -> str:
@@ -56,6 +68,6 @@ def describe_room(plan: Plan, facts: ModelFacts) -> str:
 
 
 def _what_works(room: int) -> str:
-    if room >= 16:
-        return f"set serve.context={room} or less."
+    if room >= KV_BLOCK_TOKENS:
+        return f"set serve.context={_blocks(room)} or less."
     return "use more tp ranks, serve.context=512 and fewer serve.max_batch_tokens, or bf16."

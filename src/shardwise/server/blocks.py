@@ -14,8 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-BLOCK_TOKENS = 16
+from shardwise.planner.kv_room import KV_BLOCK_TOKENS
+
+BLOCK_TOKENS = KV_BLOCK_TOKENS
 _ROOT = 0
+_GROWTH_TOKENS = 256
+"""that a place is looked for, beyond what a sequence has: answers are seldom as long as they may
+be, and what is remembered is forgotten for it"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ class Blocks:
         for _ in range(more):
             following = table.blocks[-1] + 1 if table.blocks else self.num_blocks
             if following == self.num_blocks or not self._empty[following]:
-                rest = max(1, -(-expected // BLOCK_TOKENS) - len(table.blocks))
+                likely = min(expected, num_tokens + _GROWTH_TOKENS)
+                rest = max(1, -(-likely // BLOCK_TOKENS) - len(table.blocks))
                 following = self._new_run(table, rest)
             self._empty[following] = False
             self._num_empty -= 1
@@ -146,9 +152,14 @@ class Blocks:
 
     def _new_run(self, table: Table, num_blocks: int) -> int:
         """The first block of a place where a sequence can grow by so many, if there is one."""
-        while self._num_empty < num_blocks and self._idle:
-            self._forget()
-        starts, sizes = _runs(self._empty & (self._claims == 0))
+        left = 2 * num_blocks  # what is forgotten for it at most
+        while True:
+            starts, sizes = _runs(self._empty & (self._claims == 0))
+            if max(sizes, default=0) >= num_blocks or not left or not self._idle:
+                break
+            for _ in range(min(left, len(self._idle), -(-num_blocks // 4))):
+                self._forget()
+                left -= 1
         if not len(starts):
             starts, sizes = _runs(self._empty)
         fits = np.flatnonzero(sizes >= num_blocks)

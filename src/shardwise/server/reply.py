@@ -8,6 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,12 @@ class Reply:
     def sender(self, choice: int) -> Callable[[Event], object]:
         """What the engine's thread calls with the events of a choice."""
         loop, put = self._loop, self._events.put_nowait
-        return lambda event: loop.call_soon_threadsafe(put, (choice, event))
+
+        def send(event: Event) -> None:
+            with suppress(RuntimeError):  # at the end the loop may be gone before the engine is
+                loop.call_soon_threadsafe(put, (choice, event))
+
+        return send
 
     @property
     def seconds(self) -> float:
