@@ -178,7 +178,7 @@ def test_stop_tokens(server: Server) -> None:
 
 
 def test_a_client_that_leaves_frees_its_room(server: Server) -> None:
-    """Streamed or not, within two seconds (bug bank 60)."""
+    """Streamed or not, within two seconds (bug bank 59)."""
     for stream in (True, False):
         body = server.body(max_tokens=190, stream=stream, temperature=1.0, ignore_eos=True, n=8)
         line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)

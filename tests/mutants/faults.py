@@ -13,6 +13,7 @@ from tests.mutants.file_faults import FILES
 from tests.mutants.model_faults import LOSS, TENSOR, VOCABULARY
 from tests.mutants.packing_faults import PACKING
 from tests.mutants.run_faults import CONTINUED, NORM, ROWS, STEP
+from tests.mutants.serving_faults import SERVING
 
 FAULTS: tuple[Fault, ...] = (
     *LOSS,
@@ -33,4 +34,5 @@ FAULTS: tuple[Fault, ...] = (
     *REPLICAS,
     *SHARDS,
     *FILES,
+    *SERVING,
 )

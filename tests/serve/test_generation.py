@@ -158,7 +158,7 @@ def compare(outcome: Outcome, answers: list[list[int]], logprobs: list[list[floa
 @pytest.mark.parametrize(("name", "tp"), CASES)
 def test_greedy_tokens_equal_generate(tmp_path: Path, name: str, tp: int) -> None:
     """Sixteen prompts at once, long ones in parts, with room for a few of them: sequences are
-    preempted, and beginnings shared (bug bank 5, 22, 23, 63, 64)."""
+    preempted, and beginnings shared (bug bank 5, 22, 23, 64, 65)."""
     prompts = prompts_of(16)
     new = [(5 * row) % 30 + 24 for row in range(16)]
     start, answers, logprobs = reference(name, tmp_path, prompts, new)
@@ -187,7 +187,7 @@ def test_how_requests_are_batched_changes_nothing(
     tmp_path: Path, serve: dict[str, Any], preempts: bool, shares: bool
 ) -> None:
     """Also where one prompt is another's beginning, or the same again, of whole blocks or not, and
-    where two that fit alone do not fit together at their ends (bug bank 63, 64)."""
+    where two that fit alone do not fit together at their ends (bug bank 64, 65)."""
     common = [(11 * i * i + 3) % VOCAB for i in range(48)]
     prompts = [common[:size] for size in (34, 34, 33, 32, 32, 31, 16, 17, 48, 1, 2)]
     new = [35, 35, 20, 9, 9, 9, 1, 40, 48, 30, 30]

@@ -152,7 +152,7 @@ def test_the_oldest_is_forgotten_first() -> None:
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 32, 33])
 def test_the_last_token_is_never_taken_from_the_cache(size: int) -> None:
-    """What comes after it has to be computed (bug bank 64)."""
+    """What comes after it has to be computed (bug bank 65)."""
     blocks = Blocks(8)
     tokens = list(range(size))
     table = Table()

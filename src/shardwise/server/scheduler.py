@@ -88,7 +88,7 @@ class Scheduler:
         prompts = [s for s in self._running if s.num_left > 1]
         for sequence in decoding + prompts:
             number = min(sequence.num_left, budget)
-            if number and sequence in self._running and self._make_room(sequence, number, chosen):
+            if number and sequence in self._running and self._make_room(sequence, number):
                 chosen[sequence] = number
                 budget -= number
         while budget and self._waiting and self.num_preempted == before:
@@ -104,13 +104,16 @@ class Scheduler:
         sequence.num_computed = span.end
         self.blocks.learn(sequence.table, sequence.tokens, sequence.num_computed)
 
-    def _make_room(self, sequence: Sequence, number: int, chosen: dict[Sequence, int]) -> bool:
-        """Room for so many tokens more; False if the sequence itself had to give its room up."""
+    def _make_room(self, sequence: Sequence, number: int) -> bool:
+        """Room for so many tokens more; False if the sequence itself had to give its room up.
+
+        Only those that answer need any, prompts have had theirs from the beginning. They are asked
+        in the order in which they came, so that nobody gives up what a pass has been promised.
+        """
         total = sequence.num_computed + number
         while not self.blocks.extend(sequence.table, total, sequence.most_tokens):
             last = self._running[-1]
             self._preempt(last)
-            chosen.pop(last, None)
             if last is sequence:
                 return False
         return True
