@@ -234,7 +234,7 @@ def test_ready(server: Server) -> None:
 
 def test_room_is_told_at_start(server: Server) -> None:
     text = (server.folder / "stdout").read_text()
-    assert "keys and values: room for 6,400 tokens" in text
+    assert "keys and values: room for 6,656 tokens" in text  # 13 blocks each
     assert "32 requests of 200 tokens at a time" in text
 
 
